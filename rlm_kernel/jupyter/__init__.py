@@ -1,0 +1,1 @@
+"""jupyter layer; see docs/architecture.md."""
