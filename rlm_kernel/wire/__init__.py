@@ -1,0 +1,1 @@
+"""wire layer; see docs/architecture.md."""
