@@ -1,0 +1,1 @@
+"""children layer; see docs/architecture.md."""

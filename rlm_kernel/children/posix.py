@@ -1,0 +1,171 @@
+"""Small wrappers over what the operating system offers for watching and containing processes.
+
+Each returns None or False where the platform lacks it, so that callers state their fallback. Nothing here signals a process by a
+pid that it does not know to be pinned: `signal_pidfd` takes a pidfd, and whoever calls ``os.kill`` with a pid must be its parent and
+not have reaped it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SYS_PIDFD_OPEN = 434
+_SYS_PIDFD_SEND_SIGNAL = 424
+"""The same numbers on every Linux architecture (syscalls from 403 on are unified). Some Python builds lack ``os.pidfd_open``."""
+
+IS_LINUX = sys.platform == "linux"
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> bool:
+    if not IS_LINUX:
+        return False
+    return bool(
+        _libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) == 0
+    )
+
+
+def warm_up() -> None:
+    """Load what the functions here need, in a process that is about to fork."""
+    if IS_LINUX:
+        _libc()
+
+
+def set_parent_death_signal(signum: int) -> bool:
+    """Have the kernel send ``signum`` to this process when the thread that forked it ends.
+
+    The parent may have ended already: compare ``os.getppid()`` with the expected parent after this call.
+
+    Returns:
+        whether the platform can.
+    """
+    return _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def become_subreaper() -> bool:
+    """Make orphaned descendants of this process its children rather than init's.
+
+    Returns:
+        whether the platform can.
+    """
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Open a pidfd of a process that the caller knows to be the right one (its own child, or itself).
+
+    Returns:
+        a close-on-exec descriptor that becomes readable when the process exits; None if the platform has none or no descriptor
+        is free.
+    """
+    if not IS_LINUX:
+        return None
+    try:
+        if hasattr(os, "pidfd_open"):
+            return os.pidfd_open(pid)
+        fd = int(_libc().syscall(_SYS_PIDFD_OPEN, pid, 0))
+    except OSError:
+        return None
+    return fd if fd >= 0 else None
+
+
+def pidfd_has_exited(pidfd: int, timeout_s: float = 0.0) -> bool:
+    """Tell whether the process behind a pidfd has exited (it may still be a zombie), waiting up to ``timeout_s`` seconds for it."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def signal_pidfd(pidfd: int, signum: int) -> bool:
+    """Send a signal through a pidfd: it reaches that process or none.
+
+    Returns:
+        whether the process was still there.
+    """
+    try:
+        if hasattr(signal, "pidfd_send_signal"):
+            signal.pidfd_send_signal(pidfd, signum)
+            return True
+        if _libc().syscall(_SYS_PIDFD_SEND_SIGNAL, pidfd, signum, None, 0) == 0:
+            return True
+        if ctypes.get_errno() in (errno.ESRCH, errno.EPERM):
+            return False
+        raise OSError(ctypes.get_errno(), "pidfd_send_signal")
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def kill_group(pgid: int, signum: int) -> bool:
+    """Signal a process group whose leader the caller has not reaped yet (so its number cannot have been reused).
+
+    Returns:
+        whether anything was there to signal.
+    """
+    try:
+        os.killpg(pgid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def thread_count() -> int:
+    """Return how many threads this process has, as the operating system counts them."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        import threading
+
+        return threading.active_count()
+
+
+def parent_and_state(pid: int) -> tuple[int, str] | None:
+    """Return the parent pid and the state letter of a process, None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name may hold spaces and parentheses; the fields after the last one are regular.
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return int(fields[1]), fields[0].decode()
+
+
+def all_pids() -> Iterator[int]:
+    """Yield the pids of all visible processes; none where there is no ``/proc``."""
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return
+    yield from (int(name) for name in names if name.isdecimal())
+
+
+def children_of_this_process() -> list[int]:
+    """Return the pids of all direct children, zombies included. Empty where there is no ``/proc``."""
+    me = os.getpid()
+    try:
+        listed = Path(f"/proc/self/task/{me}/children").read_bytes()
+    except OSError:
+        return [pid for pid in all_pids() if (seen := parent_and_state(pid)) is not None and seen[0] == me]
+    return [int(pid) for pid in listed.split()]
+
+
+def environ_has(pid: int, entry: bytes) -> bool:
+    """Tell whether the environment a process was exec'ed with holds ``NAME=value`` exactly. False if it cannot be read."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return entry in environ.split(b"\0")

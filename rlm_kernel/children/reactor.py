@@ -1,0 +1,485 @@
+"""The supervisor's I/O thread: the nursery's channel, every child's channel and log pipe, timers.
+
+Who runs it: one daemon thread of the root process, started with the first child. Other threads hand it work with `post`, which never
+blocks. It owns the `NurseryProcess`, the root's end of every child's channel, the read end of every log pipe, and the raw logs. It
+decides nothing: everything that happens is told to its owner (the supervisor), which takes its own lock for it. No lock is held here
+while the owner is called.
+
+How each step can fail, and what then happens:
+
+* the thread cannot be started: `post` raises `NurseryError`; nothing was begun;
+* a child cannot be launched (no descriptors left, the nursery cannot be started): ``on_spawn_failed``;
+* a child's channel breaks or holds garbage: ``on_broken``; the owner stops the child. End-of-file proves nothing and is only
+  unregistered;
+* the nursery dies, closes its channel or sends garbage: it is killed, its children with it, what they had started is found by its
+  marker; each exit is confirmed through the child's pidfd and told by ``on_exited``, or ``on_unconfirmed``. The next launch starts a new
+  nursery;
+* an unexpected exception in the loop: logged, and handled like a nursery that died, so that no child outlives the confusion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlm_kernel.children import posix, sweep
+from rlm_kernel.children.nursery_process import NurseryProcess
+from rlm_kernel.children.observers import hide_from_debugger
+from rlm_kernel.children.rawlog import RawLog
+from rlm_kernel.children.records import ChildRecord
+from rlm_kernel.errors import NurseryError
+from rlm_kernel.values import Graces
+from rlm_kernel.wire import messages as m
+from rlm_kernel.wire.channel import Channel, ChannelBroken, ChannelClosed, close_fds
+
+_log = logging.getLogger(__name__)
+
+_LOG_READ = 64 << 10
+_LOG_READS_PER_TURN = 16
+"""Reads of one log pipe before others get their turn."""
+
+_LOST_GIVE_UP_S = 1.0
+"""Seconds to wait for the children of a dead nursery: SIGKILL has been sent, the kernel only has to tear them down."""
+
+
+class Owner(Protocol):
+    """What the reactor tells. All of it is called on the reactor's thread."""
+
+    def on_nursery_ready(self, warnings: tuple[str, ...]) -> None: ...
+    def on_started(self, child_id: str, pid: int, pidfd: int | None) -> None: ...
+    def on_spawn_failed(self, child_id: str, error: str) -> None: ...
+    def on_timed_out(self, child_id: str) -> None: ...
+    def on_exited(self, message: m.Exited, error: str | None = None) -> None: ...
+    def on_unconfirmed(self, child_id: str, error: str) -> None: ...
+    def on_message(self, child_id: str, message: Any, fds: tuple[int, ...]) -> None: ...
+    def on_output(self, child_id: str, tail: str) -> None: ...
+    def on_broken(self, child_id: str, error: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Port:
+    """The root's side of one child: channel, log pipe, raw log, and what is needed to confirm its exit without the nursery."""
+
+    record: ChildRecord
+    channel: Channel[Any]
+    log_fd: int
+    log: RawLog
+
+
+class Reactor:
+    """See the module's docstring.
+
+    Args:
+        owner: is told what happens.
+        start_nursery: starts a fresh nursery.
+    """
+
+    def __init__(self, owner: Owner, start_nursery: Callable[[], NurseryProcess]) -> None:
+        self._owner = owner
+        self._start_nursery = start_nursery
+        self._todo: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._ports: dict[str, _Port] = {}
+        self._nursery: NurseryProcess | None = None
+        self._thread: threading.Thread | None = None
+        self._thread_lock = threading.Lock()
+        self._stopping = False
+
+    # -- from any thread
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have ``work`` run on the reactor's thread, soon.
+
+        Raises:
+            NurseryError: the thread cannot be started.
+        """
+        self._todo.append(work)
+        with self._thread_lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._start_thread()
+            self._wake()
+
+    def _start_thread(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._drain_wakeups)
+        self._stopping = False
+        thread = threading.Thread(target=self._run, name="rlm-supervisor", daemon=True)
+        hide_from_debugger(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._todo.clear()
+            self._close_wakeups()
+            raise NurseryError(f"cannot start the supervisor thread: {error}") from error
+        self._thread = thread
+
+    def _wake(self) -> None:
+        # A full socket wakes the loop as well; a closed one belongs to a loop that has ended.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def kill_nursery(self) -> None:
+        """Kill the nursery, and by their parent-death signal all children. From any thread; harmless if there is none."""
+        nursery = self._nursery
+        if nursery is not None:
+            nursery.kill()
+
+    @property
+    def nursery_pid(self) -> int | None:
+        """Pid of the nursery, None if there is none."""
+        nursery = self._nursery
+        return None if nursery is None else nursery.pid
+
+    @property
+    def nursery_is_booting(self) -> bool:
+        nursery = self._nursery
+        return nursery is not None and not nursery.ready
+
+    def close(self, timeout_s: float) -> bool:
+        """End the nursery and the thread, when no child is left.
+
+        Args:
+            timeout_s: seconds after which the nursery is killed; the same again is then given to its exit.
+
+        Returns:
+            whether both are gone.
+        """
+        with self._thread_lock:
+            thread = self._thread
+            if thread is None or not thread.is_alive():
+                return True
+            self._todo.append(lambda: self._begin_close(time.monotonic() + timeout_s))
+            self._wake()
+        if thread is threading.current_thread():
+            return False
+        thread.join(2 * timeout_s + 0.5)
+        return not thread.is_alive()
+
+    # -- the loop (reactor thread from here on)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                try:
+                    self._turn()
+                except Exception as error:
+                    _log.critical("unexpected error in the supervisor thread; stopping all children", exc_info=True)
+                    self._lose_nursery(f"internal error in the supervisor: {type(error).__name__}: {error}")
+        finally:
+            self._selector.close()
+            self._close_wakeups()
+
+    def _close_wakeups(self) -> None:
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _turn(self) -> None:
+        timeout = None
+        if self._todo:
+            timeout = 0.0
+        elif self._timers:
+            timeout = max(0.0, self._timers[0][0] - time.monotonic())
+        for key, mask in self._selector.select(timeout):
+            key.data(mask)
+        while self._todo:
+            self._todo.popleft()()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+    def _drain_wakeups(self, _mask: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+
+    def call_at(self, when: float, work: Callable[[], None]) -> None:
+        """Have ``work`` run at monotonic time ``when``. On the reactor's thread only; it cannot be taken back."""
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), work))
+
+    # -- the nursery
+
+    def ensure_nursery(self) -> NurseryProcess:
+        """Start a nursery if there is none.
+
+        Raises:
+            NurseryError: it could not be started.
+        """
+        if self._nursery is None:
+            nursery = self._nursery = self._start_nursery()
+            self._selector.register(nursery.channel.fileno(), selectors.EVENT_READ, self._serve_nursery)
+            if nursery.pidfd is not None:
+                self._selector.register(
+                    nursery.pidfd, selectors.EVENT_READ, lambda _mask: self._lose_nursery("") if self._nursery else None
+                )
+        return self._nursery
+
+    def _serve_nursery(self, _mask: int) -> None:
+        nursery = self._nursery
+        if nursery is None:
+            return
+        try:
+            for message, fds in nursery.channel.receive():
+                self._on_nursery_message(nursery, message, fds)
+            if nursery.channel.eof:
+                self._lose_nursery("the nursery closed its channel")
+            else:
+                self._flush_nursery()
+        except ChannelBroken as error:
+            self._lose_nursery(f"the nursery's channel is broken: {error}")
+
+    def _on_nursery_message(self, nursery: NurseryProcess, message: m.FromNursery, fds: tuple[int, ...]) -> None:
+        match message:
+            case m.NurseryReady():
+                nursery.ready = True
+                self._owner.on_nursery_ready(message.warnings)
+            case m.Started():
+                self._owner.on_started(message.id, message.pid, fds[0] if fds else None)
+                self._listen_to(message.id)
+                return
+            case m.SpawnFailed():
+                self._release(message.id)
+                self._owner.on_spawn_failed(message.id, message.error)
+            case m.TimedOut():
+                self._owner.on_timed_out(message.id)
+            case m.Exited():
+                # The answer may still be in the socket: read it before judging the exit.
+                self._read_channel(message.id)
+                self._read_log(message.id)
+                self._release(message.id)
+                self._owner.on_exited(message)
+        close_fds(fds)
+
+    def _tell_nursery(self, message: Any, fds: tuple[int, ...] = ()) -> None:
+        if self._nursery is None:
+            close_fds(fds)
+            return
+        self._nursery.channel.queue(message, fds)
+        self._flush_nursery()
+
+    def _flush_nursery(self) -> None:
+        nursery = self._nursery
+        if nursery is None:
+            return
+        try:
+            complete = nursery.channel.flush()
+        except ChannelClosed:
+            return  # Its end will be seen as readable.
+        self._watch(nursery.channel.fileno(), self._serve_nursery, writing=not complete)
+
+    def _watch(self, fd: int, callback: Callable[[int], None], *, writing: bool) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+        if self._selector.get_key(fd).events != events:
+            self._selector.modify(fd, events, callback)
+
+    def stop(self, ids: tuple[str, ...], graces: Graces) -> None:
+        """Have the nursery stop children."""
+        self._tell_nursery(m.Stop(ids, graces))
+
+    def hold(self, key: str, text: bool, fd: int) -> None:
+        """Have the nursery keep a shared context for later children. Takes the descriptor over."""
+        try:
+            self.ensure_nursery()
+        except NurseryError:
+            close_fds([fd])
+            raise
+        self._tell_nursery(m.Hold(key, text), (fd,))
+
+    def drop(self, keys: tuple[str, ...]) -> None:
+        """Have the nursery release shared contexts."""
+        self._tell_nursery(m.Drop(keys))
+
+    # -- children
+
+    def launch(self, record: ChildRecord) -> None:
+        """Have a child forked, and send it what it is to run."""
+        spec = record.spec
+        opened: list[int] = []
+        try:
+            self.ensure_nursery()
+            ours, theirs = socket.socketpair()
+            opened += [ours.detach(), theirs.detach()]
+            opened += os.pipe()
+        except (OSError, NurseryError) as error:
+            close_fds(opened)
+            self._owner.on_spawn_failed(record.id, f"cannot start the child: {error}")
+            return
+        ours_fd, theirs_fd, log_reader, log_writer = opened
+        timeout_s = record.limits.per_child_timeout_s if spec.timeout_s is None else spec.timeout_s
+        self._tell_nursery(m.Spawn(record.id, timeout_s, record.limits.graces), (theirs_fd, log_writer))
+        os.set_blocking(log_reader, False)
+        channel: Channel[Any] = Channel(socket.socket(fileno=ours_fd), m.FromChild)
+        port = self._ports[record.id] = _Port(record, channel, log_reader, RawLog(record.log_path))
+        child_id = record.id
+        self._selector.register(log_reader, selectors.EVENT_READ, lambda _mask: self._read_log(child_id))
+        start = m.Start(
+            id=record.id,
+            depth=record.depth,
+            parent_id=None if record.parent is None else record.parent.id,
+            trajectory_path=record.trajectory_path,
+            entry=spec.entry,
+            task=spec.task,
+            inherited=spec.inherited,
+            environ=dict(spec.environ),
+            secret_environ=dict(spec.secret_environ),
+            cwd=spec.cwd,
+            sys_path=spec.sys_path,
+        )
+        attachments, spec.attachments = spec.attachments, ()
+        try:
+            port.channel.queue(start, attachments)
+        except OSError as error:
+            self._owner.on_broken(record.id, f"cannot hand the task over: {error}")
+            return
+        self._flush_child(port)
+
+    def _listen_to(self, child_id: str) -> None:
+        """Begin to read a child's messages: not before the nursery has said that it exists, so that they come in order."""
+        port = self._ports.get(child_id)
+        if port is not None:
+            self._selector.register(
+                port.channel.fileno(), selectors.EVENT_READ, lambda _mask: self._serve_child(child_id)
+            )
+            self._flush_child(port)
+
+    def tell_child(self, child_id: str, message: Any) -> None:
+        """Send a child a message; one that is gone gets nothing."""
+        port = self._ports.get(child_id)
+        if port is not None:
+            port.channel.queue(message)
+            self._flush_child(port)
+
+    def _flush_child(self, port: _Port) -> None:
+        try:
+            complete = port.channel.flush()
+        except ChannelClosed:
+            return  # The nursery will report its exit.
+        child_id = port.record.id
+        if port.channel.fileno() in self._selector.get_map():
+            self._watch(port.channel.fileno(), lambda _mask: self._serve_child(child_id), writing=not complete)
+
+    def _serve_child(self, child_id: str) -> None:
+        self._read_channel(child_id)
+        port = self._ports.get(child_id)
+        if port is not None and port.channel.pending:
+            self._flush_child(port)
+
+    def _read_channel(self, child_id: str) -> None:
+        port = self._ports.get(child_id)
+        if port is None or port.channel.closed:
+            return
+        try:
+            messages = port.channel.receive()
+        except (ChannelBroken, OSError) as error:
+            self._unregister(port.channel.fileno())
+            self._owner.on_broken(child_id, f"the child's channel is broken: {error}")
+            return
+        if port.channel.eof:
+            self._unregister(port.channel.fileno())
+        for message, fds in messages:
+            self._owner.on_message(child_id, message, fds)
+
+    def _read_log(self, child_id: str) -> None:
+        port = self._ports.get(child_id)
+        if port is None or port.log_fd < 0:
+            return
+        got = False
+        for _ in range(_LOG_READS_PER_TURN):
+            try:
+                data = os.read(port.log_fd, _LOG_READ)
+            except BlockingIOError:
+                break
+            if not data:
+                self._close_log_pipe(port)
+                break
+            port.log.add(data)
+            got = True
+        if got:
+            self._owner.on_output(child_id, port.log.tail)
+
+    def _close_log_pipe(self, port: _Port) -> None:
+        fd, port.log_fd = port.log_fd, -1
+        if fd >= 0:
+            self._unregister(fd)
+            os.close(fd)
+
+    def _unregister(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def _release(self, child_id: str) -> None:
+        port = self._ports.pop(child_id, None)
+        if port is None:
+            return
+        self._unregister(port.channel.fileno())
+        port.channel.close()
+        self._close_log_pipe(port)
+        port.log.close()
+
+    # -- the nursery is gone
+
+    def _lose_nursery(self, why: str) -> None:
+        """Kill what is left of a nursery and its children, and tell the owner of each exit."""
+        nursery, self._nursery = self._nursery, None
+        if nursery is None:
+            return
+        self._unregister(nursery.channel.fileno())
+        if nursery.pidfd is not None:
+            self._unregister(nursery.pidfd)
+        give_up_at = time.monotonic() + _LOST_GIVE_UP_S
+        with contextlib.suppress(ChannelBroken):
+            for message, fds in nursery.channel.receive():
+                self._on_nursery_message(nursery, message, fds)
+        nursery.kill()
+        nursery_gone = nursery.wait(_LOST_GIVE_UP_S)
+        survivors = sweep.kill_marked(nursery.marker, give_up_at)
+        error = "; ".join(part for part in (why, nursery.describe_exit()) if part)
+        nursery.close()
+        for child_id, port in list(self._ports.items()):
+            self._read_channel(child_id)
+            self._read_log(child_id)
+            self._release(child_id)
+            if nursery_gone and self._is_confirmed_gone(port.record, survivors, give_up_at):
+                self._owner.on_exited(m.Exited(child_id, -signal.SIGKILL, leftover=survivors), error)
+            else:
+                self._owner.on_unconfirmed(child_id, error)
+
+    def _is_confirmed_gone(self, record: ChildRecord, survivors: tuple[int, ...], give_up_at: float) -> bool:
+        if record.pidfd is not None:
+            return posix.pidfd_has_exited(record.pidfd, give_up_at - time.monotonic())
+        return not survivors
+
+    # -- the end
+
+    def _begin_close(self, kill_at: float) -> None:
+        nursery = self._nursery
+        if nursery is None:
+            self._stopping = True
+            return
+        self._unregister(nursery.channel.fileno())
+        if nursery.pidfd is not None:
+            self._unregister(nursery.pidfd)
+        nursery.channel.close()
+        if not nursery.wait(kill_at - time.monotonic()):
+            nursery.kill()
+            nursery.wait(_LOST_GIVE_UP_S)
+        nursery.close()
+        self._nursery = None
+        for child_id in list(self._ports):
+            self._release(child_id)
+        self._stopping = True

@@ -1,0 +1,345 @@
+"""The tree of children of one episode: lineage, limits, the queue and the waiters. No I/O, no threads, no clock but ``monotonic``.
+
+The registry decides, the supervisor acts: every method changes records and leaves behind *effects*, which the supervisor takes and
+carries out after it has released its lock (a launch, a stop, a callback to run).
+
+Slots. ``max_concurrent_children`` bounds children that hold a slot: those whose process runs. A child that waits for its own
+children gives its slot back. When its wait is over it is *woken*: it gets the next free slot, before any queued child; a wait that
+ran into its timeout is answered at once, above the limit if need be, so a timeout is never late. If every slot is held by ancestors
+of queued children, nothing could ever move; then one queued child starts above the limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rlm_kernel.children.records import ChildRecord, ChildSpec, Limits
+from rlm_kernel.children.states import DECIDES, Action, Event, Outcome, Phase, advance
+from rlm_kernel.errors import ChildLimitError, StaleHandleError, UnknownHandleError
+from rlm_kernel.values import Graces, Usage
+
+_IDS_IN_MESSAGE = 20
+"""Ids that an error message lists at most."""
+
+Callback = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start the child's process."""
+
+    record: ChildRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StopProcesses:
+    """Begin, or hasten, the stop of processes."""
+
+    records: tuple[ChildRecord, ...]
+    graces: Graces
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The child has ended; release what belongs to its process."""
+
+    record: ChildRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run a callback, outside of every lock."""
+
+    callback: Callback
+
+
+Effect = Launch | StopProcesses | Finished | Call
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """Somebody who waits for children. ``fire`` is called once, when the wait is over."""
+
+    missing: set[str]
+    any: bool
+    fire: Callback
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Registry:
+    """All children of the episodes of one supervisor. Not thread-safe: its owner brings the lock."""
+
+    limits: Limits = Limits()
+    episode_id: str = ""
+    records: dict[str, ChildRecord] = field(default_factory=dict)
+    _live: dict[str, ChildRecord] = field(default_factory=dict)
+    _stale: set[str] = field(default_factory=set)
+    _queue: deque[ChildRecord] = field(default_factory=deque)
+    _woken: deque[tuple[ChildRecord, Callback]] = field(default_factory=deque)
+    _waiters: dict[str, list[Waiter]] = field(default_factory=dict)
+    _effects: list[Effect] = field(default_factory=list)
+    _last_number: int = 0
+    _started_in_episode: int = 0
+
+    # -- effects
+
+    def take_effects(self) -> list[Effect]:
+        """Hand over what is to be done, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # -- episodes
+
+    def begin_episode(self, episode_id: str) -> None:
+        """Forget the children of the episode before, whose ids become stale. All of them must have ended."""
+        self._stale.update(self.records)
+        self.records.clear()
+        self._started_in_episode = 0
+        self.episode_id = episode_id
+
+    @property
+    def started_in_episode(self) -> int:
+        return self._started_in_episode
+
+    # -- looking up
+
+    def find(self, child_id: str, caller: ChildRecord | None, episode_id: str | None = None) -> ChildRecord:
+        """Return the child that an id or handle names.
+
+        Args:
+            child_id: the id.
+            caller: who asks; it reaches its own descendants only. None for the root.
+            episode_id: the episode of a handle, None for a bare id.
+
+        Raises:
+            StaleHandleError: the child belongs to an episode that a reset has ended.
+            UnknownHandleError: there is no such child for this caller; the message lists those that there are.
+        """
+        record = self.records.get(child_id)
+        stale = child_id in self._stale if episode_id is None else episode_id != self.episode_id
+        if stale and (record is None or episode_id is not None):
+            raise StaleHandleError(f"child {child_id!r} belongs to an episode that a reset has ended; start a new one")
+        if record is None or not record.is_reachable_from(caller):
+            ids = [r.id for r in self.visible_to(caller)]
+            shown = ", ".join(ids[-_IDS_IN_MESSAGE:]) or "none"
+            more = f" (and {len(ids) - _IDS_IN_MESSAGE} earlier ones)" if len(ids) > _IDS_IN_MESSAGE else ""
+            raise UnknownHandleError(f"no child {child_id!r} here. Children that exist: {shown}{more}")
+        return record
+
+    def visible_to(self, caller: ChildRecord | None) -> list[ChildRecord]:
+        """Return all descendants of ``caller`` (None: of the root), in start order."""
+        return list(self.records.values()) if caller is None else caller.descendants()
+
+    def live(self) -> list[ChildRecord]:
+        """Return the children that have not ended."""
+        return list(self._live.values())
+
+    # -- admission
+
+    def admit(
+        self, specs: Sequence[ChildSpec], caller: ChildRecord | None, paths: Callable[[str], tuple[str, str]]
+    ) -> list[ChildRecord]:
+        """Take children in, all or none. They are queued; call `dispatch` next.
+
+        Args:
+            specs: what is asked for.
+            caller: the parent, None for the root.
+            paths: gives log path and trajectory path for an id.
+
+        Raises:
+            ChildLimitError: a limit would be exceeded; nothing was taken in.
+        """
+        self._check_limits(len(specs), caller)
+        admitted = []
+        for spec in specs:
+            self._last_number += 1
+            child_id = f"c{self._last_number}"
+            log_path, trajectory_path = paths(child_id)
+            record = ChildRecord(
+                child_id, self._last_number, self.episode_id, caller, spec, self.limits, log_path, trajectory_path
+            )
+            if not spec.name:
+                spec.name = child_id
+            self.records[child_id] = self._live[child_id] = record
+            if caller is not None:
+                caller.children.append(record)
+            self._queue.append(record)
+            admitted.append(record)
+        self._started_in_episode += len(admitted)
+        return admitted
+
+    def _check_limits(self, count: int, caller: ChildRecord | None) -> None:
+        limits = self.limits
+        depth = 1 if caller is None else caller.depth + 1
+        if depth >= limits.max_depth:
+            raise ChildLimitError(
+                "max_depth",
+                limits.max_depth,
+                f"max_depth exceeded: a child here would be at depth {depth}, and max_depth={limits.max_depth} allows "
+                f"depths 1 to {limits.max_depth - 1}",
+            )
+        if limits.max_children_per_batch is not None and count > limits.max_children_per_batch:
+            raise ChildLimitError("max_children_per_batch", limits.max_children_per_batch)
+        if self._started_in_episode + count > limits.max_children_total:
+            raise ChildLimitError("max_children_total", limits.max_children_total)
+
+    # -- what happens to a child
+
+    def apply(
+        self, record: ChildRecord, event: Event, *, graces: Graces | None = None, error: str | None = None
+    ) -> None:
+        """Let an event happen to a child: change its phase, decide its outcome, leave the effects.
+
+        Raises:
+            IllegalTransition: the event cannot happen now; nothing was changed.
+        """
+        phase, action = advance(record.phase, event)
+        was_ended = record.ended
+        record.phase = phase
+        if not was_ended and record.outcome is None and event in DECIDES:
+            record.outcome = DECIDES[event]
+            if error is not None:
+                record.error = error
+        match action:
+            case Action.SPAWN:
+                self._effects.append(Launch(record))
+            case Action.STOP_PROCESS:
+                self._effects.append(StopProcesses((record,), graces or record.limits.graces))
+                self._stop_descendants(record, graces)
+            case Action.DECIDE:
+                self._stop_descendants(record, graces)
+            case Action.FINISH:
+                self._finish(record)
+            case Action.KEEP_ANSWER | Action.NOTHING:
+                pass
+
+    def _stop_descendants(self, record: ChildRecord, graces: Graces | None) -> None:
+        for child in record.children:
+            if not child.ended:
+                self.apply(child, Event.STOP, graces=graces)
+
+    def stop(self, records: Iterable[ChildRecord], graces: Graces) -> None:
+        """Ask children and all their descendants to stop."""
+        for record in records:
+            if not record.ended:
+                self.apply(record, Event.STOP, graces=graces)
+
+    def exited(self, record: ChildRecord, code: int | None, error: str | None = None) -> None:
+        """The child's process is confirmed gone. The child has ended once its descendants have ended, too."""
+        if record.exit_seen:
+            return
+        record.exit_seen = True
+        record.exit_code = code
+        if record.ended:
+            return
+        if record.outcome is None:
+            record.outcome = Outcome.FAILED
+            record.error = error
+        self._stop_descendants(record, None)
+        self._end_if_alone(record)
+
+    def give_up(self, record: ChildRecord) -> None:
+        """The child's exit could not be confirmed in time: it counts as ended, though not as exited."""
+        if record.ended:
+            return
+        record.given_up = True
+        self.apply(record, Event.GIVEN_UP)
+
+    def _end_if_alone(self, record: ChildRecord) -> None:
+        if record.exit_seen and not record.ended and all(child.ended for child in record.children):
+            self.apply(record, Event.EXITED)
+
+    def _finish(self, record: ChildRecord) -> None:
+        record.ended_mono = time.monotonic()
+        if record.pid is None and not record.given_up:
+            record.exit_seen = True
+        self._live.pop(record.id, None)
+        if record in self._queue:
+            self._queue.remove(record)
+        self._woken = deque((who, answer) for who, answer in self._woken if who is not record)
+        self._effects.append(Finished(record))
+        for waiter in self._waiters.pop(record.id, []):
+            waiter.missing.discard(record.id)
+            if not waiter.over and (waiter.any or not waiter.missing):
+                waiter.over = True
+                self._effects.append(Call(waiter.fire))
+        if record.parent is not None:
+            self._end_if_alone(record.parent)
+        self.dispatch()
+
+    # -- the queue
+
+    def dispatch(self) -> None:
+        """Give free slots away: first to woken waiters, then to the queue, first in, first out."""
+        while self._woken and self._has_free_slot():
+            record, answer = self._woken.popleft()
+            self._resume(record, answer)
+        while self._queue and (self._has_free_slot() or self._is_stuck()):
+            self.apply(self._queue.popleft(), Event.SLOT)
+
+    def _has_free_slot(self) -> bool:
+        return sum(record.holds_slot for record in self._live.values()) < self.limits.max_concurrent_children
+
+    def _is_stuck(self) -> bool:
+        if self._woken:
+            return False
+        blocking = {id(a) for queued in self._queue for a in queued.ancestors()}
+        return all(id(record) in blocking for record in self._live.values() if record.holds_slot)
+
+    # -- waiting
+
+    def add_waiter(self, records: Sequence[ChildRecord], any_: bool, fire: Callback) -> Waiter | None:
+        """Register a wait.
+
+        Returns:
+            the waiter, or None if the wait is over already.
+        """
+        missing = {record.id for record in records if not record.ended}
+        if not missing or (any_ and len(missing) < len(records)):
+            return None
+        waiter = Waiter(missing, any_, fire)
+        for child_id in missing:
+            self._waiters.setdefault(child_id, []).append(waiter)
+        return waiter
+
+    def remove_waiter(self, waiter: Waiter) -> None:
+        """Unregister a wait that ended some other way. It will not fire any more."""
+        waiter.over = True
+        for child_id in waiter.missing:
+            waiters = self._waiters.get(child_id)
+            if waiters is not None and waiter in waiters:
+                waiters.remove(waiter)
+                if not waiters:
+                    del self._waiters[child_id]
+
+    def begin_wait(self, record: ChildRecord) -> None:
+        """A child begins to wait for its own children, and gives its slot back."""
+        self.apply(record, Event.WAIT_BEGAN)
+        self.dispatch()
+
+    def end_wait(self, record: ChildRecord, answer: Callback, *, at_once: bool) -> None:
+        """A child's wait is over: resume it, now or when a slot is free.
+
+        Args:
+            answer: tells the child; run as an effect.
+            at_once: whether to resume it above the limit (its timeout is up).
+        """
+        if record.phase is not Phase.WAITING or at_once:
+            self._resume(record, answer)
+        else:
+            self._woken.append((record, answer))
+            self.dispatch()
+
+    def _resume(self, record: ChildRecord, answer: Callback) -> None:
+        self.apply(record, Event.WAIT_ENDED)
+        self._effects.append(Call(answer))
+
+    # -- totals
+
+    def total_usage(self) -> Usage:
+        """Return the usage of all children of the episode, ended ones included."""
+        return sum((record.usage for record in self.records.values()), Usage())
