@@ -1,0 +1,1 @@
+"""Model clients: how a prompt becomes a completion. Import from the modules; this file re-exports nothing."""

@@ -1,0 +1,1 @@
+"""What tests share: stand-ins for the outside world."""
