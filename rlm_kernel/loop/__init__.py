@@ -1,0 +1,1 @@
+"""loop layer; see docs/architecture.md."""
