@@ -1,0 +1,1 @@
+"""environment layer; see docs/architecture.md."""

@@ -1,0 +1,87 @@
+"""Capture what code prints, bounded: head and tail with the count of what lies between."""
+
+from __future__ import annotations
+
+import io
+from typing import TextIO
+
+CAPTURE_LIMIT = 200_000
+"""Characters that a capture keeps of one stream of one block: ten times what a model is shown of it."""
+
+
+class BoundedText:
+    """Text that keeps its first and last halves.
+
+    Args:
+        limit: characters to keep in all.
+    """
+
+    def __init__(self, limit: int = CAPTURE_LIMIT) -> None:
+        self._half = max(1, limit // 2)
+        self._head: list[str] = []
+        self._head_length = 0
+        self._tail = ""
+        self._total = 0
+
+    def add(self, text: str) -> None:
+        self._total += len(text)
+        room = self._half - self._head_length
+        if room > 0:
+            self._head.append(text[:room])
+            self._head_length += min(room, len(text))
+            text = text[room:]
+        if text:
+            self._tail = (self._tail + text)[-self._half :]
+
+    def value(self) -> str:
+        """Return what was kept, with a line that says what was left out."""
+        left_out = self._total - self._head_length - len(self._tail)
+        middle = f"\n[... {left_out} of {self._total} characters left out ...]\n" if left_out else ""
+        return "".join(self._head) + middle + self._tail
+
+
+class CapturingStream(io.TextIOBase):
+    """A text stream that keeps what is written, and passes it on.
+
+    Args:
+        echo: where to pass it on, None for nowhere.
+        original: the stream that this one stands in for; what is not writing (``fileno``, ``buffer``, …) goes there.
+    """
+
+    def __init__(self, original: TextIO, echo: TextIO | None) -> None:
+        self._text = BoundedText()
+        self._original = original
+        self._echo = echo
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._original, "encoding", None) or "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._text.add(text)
+        if self._echo is not None:
+            self._echo.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._echo is not None:
+            self._echo.flush()
+
+    def fileno(self) -> int:
+        return self._original.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    @property
+    def buffer(self) -> object:
+        return self._original.buffer
+
+    def value(self) -> str:
+        """Return what was written, bounded."""
+        return self._text.value()

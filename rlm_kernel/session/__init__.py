@@ -1,0 +1,1 @@
+"""Session layer: joins children, environment, loop and clients; usable without Jupyter. See docs/architecture.md."""

@@ -1,0 +1,149 @@
+"""The run of one child: what `rlm_kernel.children.worker` calls in the forked process, and what the nursery warms up for it.
+
+Who runs it: `warm_up` in the nursery, before it forks anything; `run` in the child, on its main thread. The order in `run` matters: the
+client is built while the environment still has its secrets, which are removed before any code of the model's runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlm_kernel.children.worker import Link, StopRequested
+from rlm_kernel.clients.base import build_client
+from rlm_kernel.credentials import secret_values
+from rlm_kernel.environment.finalization import Finalization
+from rlm_kernel.environment.interpreter import Interpreter, make_shell
+from rlm_kernel.errors import ChildFailedError
+from rlm_kernel.loop.prompts import PromptFeatures
+from rlm_kernel.loop.runner import LoopRunner, RunEvents
+from rlm_kernel.loop.trajectory import RunMetadata, TrajectoryWriter
+from rlm_kernel.session import contexts
+from rlm_kernel.session.helpers import HELPER_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.model_repl import ModelREPL
+from rlm_kernel.session.models import ModelAccess
+from rlm_kernel.session.ports import LinkPort
+from rlm_kernel.session.tasks import unpack_inherited, unpack_task
+from rlm_kernel.wire import messages as m
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+
+@functools.cache
+def shell() -> InteractiveShell:
+    """Return this process's shell, made at the first call: in the nursery, before the fork."""
+    return make_shell()
+
+
+def warm_up() -> None:
+    """Import and exercise what every child needs, so that the fork inherits it."""
+    from rlm_kernel.clients import openai_compatible
+
+    openai_compatible.prewarm()
+    interpreter = Interpreter(shell(), echo=False)
+    interpreter.execute("None")
+    interpreter.execute("raise ValueError('warming up')")
+
+
+def run(link: Link, start: m.Start) -> str:
+    """Run the loop on the child's task and return its answer.
+
+    Raises:
+        ModelCallError: a model call failed.
+        ChildFailedError: the loop ended without an answer.
+    """
+    inherited = unpack_inherited(start.inherited)
+    task = unpack_task(start.task)
+    factory = pickle.loads(inherited.factory)
+    models = ModelAccess(
+        functools.partial(build_client, factory),
+        model=task.model or inherited.model,
+        on_usage=lambda usage: link.notify(m.CallEnded(usage)),
+    )
+    _ = models.client  # built now, with the secrets still in the environment
+    secrets = secret_values(start.secret_environ)
+    remove_secrets(start.secret_environ)
+    attachments, link.attachments = link.attachments, ()
+    context = task.prompt if task.context is None else contexts.decode(task.context, attachments)
+
+    interpreter = Interpreter(shell())
+    finalization, functions = _furnish(link, interpreter, models, inherited.max_depth, start, context)
+    if task.context is not None:
+        interpreter.namespace["task"] = task.prompt
+    repl = ModelREPL(interpreter, finalization, models, context, functions)
+    with TrajectoryWriter(
+        start.trajectory_path or os.devnull,
+        metadata=RunMetadata(
+            root_model=inherited.root_model,
+            max_depth=inherited.max_depth,
+            max_iterations=inherited.max_iterations,
+            run_id=start.id,
+            parent_id=start.parent_id,
+            depth=start.depth,
+        ),
+        secrets=secrets,
+    ) as trajectory:
+        runner = LoopRunner(
+            models,
+            repl,
+            max_iterations=inherited.max_iterations,
+            features=features(start.depth, inherited.max_depth),
+            trajectory=trajectory,
+            task_variable="context" if task.context is None else "task",
+            events=RunEvents(
+                before_model_call=lambda messages: _check_stop(link, messages),
+                on_iteration=lambda record: link.notify(m.Iteration(record.iteration)),
+            ),
+        )
+        result = runner.run(task.prompt)
+    _check_stop(link, [])
+    if result.answer is None:
+        raise ChildFailedError(
+            f"the run ended without an answer ({result.stop_reason} after {result.iterations} iterations)"
+        )
+    return result.answer.text
+
+
+def _check_stop(link: Link, messages: list[Any]) -> list[Any]:
+    """Raise a stop again that code of the model's has swallowed."""
+    if link.stop_requested:
+        raise StopRequested("the parent asked this run to stop")
+    return messages
+
+
+def features(depth: int, max_depth: int) -> PromptFeatures:
+    """Say which helpers a managed run of this depth has."""
+    may_nest = depth + 1 < max_depth
+    return PromptFeatures(background=may_nest, share=may_nest, depth=depth, max_depth=max_depth)
+
+
+def _furnish(
+    link: Link, interpreter: Interpreter, models: ModelAccess, max_depth: int, start: m.Start, context: Any
+) -> tuple[Finalization, dict[str, Any]]:
+    """Put the helpers, ``context`` and ``answer`` into the namespace."""
+    hidden = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit", "quit", "open", "get_ipython"))
+    finalization = Finalization(lambda: interpreter.namespace, lambda: hidden)
+    port = LinkPort(link)
+    helpers = Helpers(
+        HelperEnvironment(
+            children=lambda: port,
+            models=lambda: models,
+            depth=start.depth,
+            max_depth=lambda: max_depth,
+            episode_id=lambda: start.id,
+        ),
+        finalization,
+    )
+    functions = helpers.functions()
+    interpreter.namespace.update(functions, context=context, answer=finalization.answer_dict)
+    return finalization, functions
+
+
+def remove_secrets(secrets: Mapping[str, str]) -> None:
+    """Take the secret-looking variables out of this process's environment."""
+    for name in secrets:
+        os.environ.pop(name, None)

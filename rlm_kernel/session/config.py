@@ -1,0 +1,243 @@
+"""Settings: traitlets configuration, then the environment, then ``%rlm config``; each later one wins.
+
+The class is called `RLM`, so ``c.RLM.model = "openai/gpt-5-mini"`` in the kernel's usual config files sets the model. Every value, wherever
+it comes from, meets the same checks: those of `ManagedChildConfig`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from traitlets import Any as AnyTrait
+from traitlets.config import Configurable
+
+from rlm_kernel.errors import ConfigurationError
+from rlm_kernel.values import ManagedChildConfig
+
+JUPYTER_SHUTDOWN_WAIT_S = 5.0
+"""Jupyter's default wait for a shutdown; half of it passes before SIGTERM is sent (`KernelManager.shutdown_wait_time`)."""
+
+
+def _text(text: str) -> str | None:
+    return None if text.strip().lower() in ("", "none") else text.strip()
+
+
+def _whole(text: str) -> int | None:
+    return None if _text(text) is None else int(text.replace("_", ""))
+
+
+def _number(text: str) -> float | None:
+    return None if _text(text) is None else float(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: how text becomes its value, and which environment variable sets it."""
+
+    parse: Callable[[str], Any]
+    what: str
+    help: str
+    env: str | None = None
+
+
+SETTINGS: dict[str, Setting] = {
+    "model": Setting(_text, "a model spec", "model, as provider/model, or demo", "RLM_MODEL"),
+    "client_factory": Setting(
+        _text, '"module:callable"', "builds the model client in each process, instead of model", "RLM_CLIENT_FACTORY"
+    ),
+    "max_depth": Setting(_whole, "a whole number", "children exist at depths 1 … max_depth-1", "RLM_MAX_DEPTH"),
+    "max_iterations": Setting(_whole, "a whole number", "model turns per run", "RLM_MAX_ITERATIONS"),
+    "max_children_total": Setting(
+        _whole, "a whole number", "children that an episode may start", "RLM_MAX_CHILDREN_TOTAL"
+    ),
+    "max_children_per_batch": Setting(_whole, "a whole number or none", "children that one batch may start"),
+    "max_concurrent_children": Setting(
+        _whole, "a whole number", "children that run at once; more are queued", "RLM_MAX_CONCURRENT_CHILDREN"
+    ),
+    "per_child_timeout_s": Setting(
+        _number, "a number of seconds", "wall-clock seconds per child", "RLM_PER_CHILD_TIMEOUT_S"
+    ),
+    "result_truncation_limit": Setting(_whole, "a whole number or none", "characters after which an answer is cut"),
+    "shutdown_grace_s": Setting(
+        _number, "a number of seconds", "seconds for the cooperative stop", "RLM_SHUTDOWN_GRACE_S"
+    ),
+    "terminate_grace_s": Setting(_number, "a number of seconds", "seconds after SIGTERM", "RLM_TERMINATE_GRACE_S"),
+    "kill_grace_s": Setting(_number, "a number of seconds", "seconds after SIGKILL", "RLM_KILL_GRACE_S"),
+    "child_env_keep": Setting(
+        _names, "names, separated by commas", "variables that children keep although they look like secrets"
+    ),
+    "preload": Setting(_names, "names, separated by commas", "modules that the nursery imports before it forks"),
+    "run_dir": Setting(_text, "a directory", "where trajectories and logs are kept", "RLM_RUN_DIR"),
+    "keep_runs": Setting(_whole, "a whole number", "episodes whose files are kept"),
+}
+
+_DEFAULTS: dict[str, Any] = {
+    "model": None,
+    "client_factory": None,
+    "run_dir": None,
+    "keep_runs": 100,
+    **{
+        name: ManagedChildConfig.__dataclass_fields__[name].default
+        for name in SETTINGS
+        if name in ManagedChildConfig.__dataclass_fields__ and name not in ("model", "client_factory")
+    },
+}
+
+
+_traits: dict[str, Any] = {
+    name: AnyTrait(_DEFAULTS[name], help=f"{setting.help} ({setting.what})").tag(config=True)
+    for name, setting in SETTINGS.items()
+}
+
+RLM: type[Configurable] = type(Configurable)(
+    "RLM", (Configurable,), {"__doc__": "Settings of the RLM kernel.", "__module__": __name__, **_traits}
+)
+"""The settings as config files see them: ``c.RLM.name = value``. One trait for each entry of `SETTINGS`."""
+
+
+class Settings:
+    """The settings in force. Changing one validates all of them together; a refused change changes nothing.
+
+    Args:
+        configured: values from config files, by name.
+        environ: the environment to read ``RLM_*`` from.
+
+    Raises:
+        ConfigurationError: names the setting (or the variable) and the value.
+    """
+
+    def __init__(self, configured: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> None:
+        self._values = dict(_DEFAULTS)
+        self.warnings: list[str] = []
+        for name, value in (configured or {}).items():
+            self._change(name, value)
+        for name, setting in SETTINGS.items():
+            if setting.env and environ.get(setting.env, "").strip():
+                self._change(name, self._parse(name, environ[setting.env], setting.env), shown=setting.env)
+
+    @classmethod
+    def from_traitlets(cls, rlm: Configurable, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read what config files set."""
+        given = {name: getattr(rlm, name) for name in SETTINGS if getattr(rlm, name) != _DEFAULTS[name]}
+        return cls(given, environ)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def items(self) -> dict[str, Any]:
+        """Return all settings with their values."""
+        return dict(self._values)
+
+    @property
+    def factory(self) -> Any:
+        """The client factory that is configured: a callable, ``"module:callable"``, or None."""
+        if self._values["client_factory"] is not None:
+            return self._values["client_factory"]
+        if self._values["model"] is None:
+            return None
+        from rlm_kernel.clients.specs import SpecFactory
+
+        return SpecFactory(self._values["model"])
+
+    @property
+    def call_model(self) -> str | None:
+        """The model name that calls pass on. A spec's model is the client's own default, so it is None then."""
+        return self._values["model"] if self._values["client_factory"] is not None else None
+
+    def set_text(self, name: str, text: str) -> Any:
+        """Set a setting from text that a user typed. Returns the value.
+
+        Raises:
+            ConfigurationError: unknown name or illegal value; nothing was changed.
+        """
+        value = self._parse(name, text, name)
+        self._change(name, value)
+        return value
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a setting.
+
+        Raises:
+            ConfigurationError: unknown name or illegal value; nothing was changed.
+        """
+        self._change(name, value)
+
+    def _parse(self, name: str, text: str, shown: str) -> Any:
+        setting = self._setting(name)
+        try:
+            return setting.parse(text)
+        except ValueError:
+            raise ConfigurationError(shown, text, f"must be {setting.what}") from None
+
+    def _setting(self, name: str) -> Setting:
+        if name not in SETTINGS:
+            import difflib
+
+            close = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(SETTINGS)}"
+            raise ConfigurationError(name, "", f"there is no such setting; {hint}")
+        return SETTINGS[name]
+
+    def _change(self, name: str, value: Any, shown: str | None = None) -> None:
+        self._setting(name)
+        values = {**self._values, name: value}
+        try:
+            _check(values)
+        except ConfigurationError as error:
+            if shown is None or error.field != name:
+                raise
+            raise ConfigurationError(shown, error.value, error.reason) from None
+        self._values = values
+        self._warn_about_graces()
+
+    def _warn_about_graces(self) -> None:
+        total = sum(self._values[n] for n in ("shutdown_grace_s", "terminate_grace_s", "kill_grace_s"))
+        warning = (
+            f"the graces add up to {total:g} s; a Jupyter server sends SIGTERM {JUPYTER_SHUTDOWN_WAIT_S / 2:g} s after a "
+            "shutdown request unless its wait is raised"
+        )
+        self.warnings = [warning] if total >= JUPYTER_SHUTDOWN_WAIT_S / 2 else []
+
+    def managed(self) -> ManagedChildConfig | None:
+        """Return the configuration of children, None if no model is configured."""
+        factory = self.factory
+        return None if factory is None else replace(_managed(self._values), client_factory=factory)
+
+    def bounds(self) -> ManagedChildConfig:
+        """Return the bounds alone; its factory is a placeholder that raises when called."""
+        return _managed(self._values)
+
+
+def _managed(values: Mapping[str, Any]) -> ManagedChildConfig:
+    names = [n for n in ManagedChildConfig.__dataclass_fields__ if n in values and n not in ("model", "client_factory")]
+    return ManagedChildConfig(
+        client_factory=values["client_factory"] or _not_configured,
+        model=values["model"],
+        **{name: values[name] for name in names},
+    )
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    if values["model"] is not None and values["client_factory"] is None:
+        from rlm_kernel.clients.specs import parse_spec
+
+        parse_spec(values["model"])
+    keep = values["keep_runs"]
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigurationError("keep_runs", keep, "must be a whole number of at least 1")
+    if values["run_dir"] is not None and not isinstance(values["run_dir"], str | os.PathLike):
+        raise ConfigurationError("run_dir", values["run_dir"], "must be a directory")
+    _managed(values)
+
+
+def _not_configured() -> None:
+    from rlm_kernel.errors import ModelNotConfigured
+
+    raise ModelNotConfigured

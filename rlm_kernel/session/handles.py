@@ -1,0 +1,115 @@
+"""What ``rlm_query(..., blocking=False)`` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from rlm_kernel.children.supervisor import Ref
+from rlm_kernel.errors import ChildFailedError, ResultNotReady, RLMError, UsageMistake
+from rlm_kernel.session.ports import ChildrenPort
+from rlm_kernel.values import ChildState, ChildStatus
+
+
+class ChildHandle:
+    """A child that was started in the background. Valid within its episode only.
+
+    ``await handle`` gives the answer at the top level of a cell. Handles are hashable, and equal if they name the same child.
+
+    Attributes:
+        id: short, readable, unique in the kernel process.
+        name: the name it was given, else its id.
+        depth: 1 for a child of the notebook, 2 for its children, …
+        episode_id: the episode it belongs to.
+    """
+
+    __slots__ = ("_port", "depth", "episode_id", "id", "name")
+
+    def __init__(self, port: ChildrenPort, status: ChildStatus, episode_id: str) -> None:
+        self._port = port
+        self.id = status.id
+        self.name = status.name
+        self.depth = status.depth
+        self.episode_id = episode_id
+
+    @property
+    def ref(self) -> Ref:
+        return (self.id, self.episode_id)
+
+    def status(self) -> ChildStatus:
+        """Return a snapshot; never blocks."""
+        return self._port.status([self.ref])[0]
+
+    def wait(self, timeout_s: float | None = None) -> ChildStatus:
+        """Wait until the child has ended, or ``timeout_s`` seconds have passed. A timeout does not touch the child."""
+        return self._port.wait([self.ref], check_timeout(timeout_s), False)[0]
+
+    def result(self) -> str:
+        """Return the answer.
+
+        Raises:
+            ResultNotReady: the child has not ended yet.
+            ChildFailedError: it ended without an answer.
+        """
+        return result_of(self.status())
+
+    def __await__(self) -> Generator[Any, None, str]:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def settle() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def from_any_thread() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle)
+
+        if self._port.call_when_done(self.ref, from_any_thread):
+            yield from done.__await__()
+        return self.result()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChildHandle) and other.ref == self.ref
+
+    def __hash__(self) -> int:
+        return hash(self.ref)
+
+    def __repr__(self) -> str:
+        try:
+            state = str(self.status().state)
+        except RLMError as error:
+            state = type(error).__name__
+        named = "" if self.name == self.id else f" {self.name!r}"
+        return f"<ChildHandle {self.id}{named} {state}>"
+
+
+def check_timeout(timeout_s: object) -> float | None:
+    """Check a ``timeout_s`` argument.
+
+    Raises:
+        UsageMistake: it is no number of seconds.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s != timeout_s or timeout_s < 0:
+        raise UsageMistake(f"timeout_s={timeout_s!r}: must be a number of seconds (0 or more), or None")
+    return None if timeout_s == float("inf") else float(timeout_s)
+
+
+def result_of(status: ChildStatus) -> str:
+    """Return the answer of a child that has ended.
+
+    Raises:
+        ResultNotReady: it has not ended.
+        ChildFailedError: it ended without an answer that counts.
+    """
+    if status.state is ChildState.COMPLETED:
+        return status.result or ""
+    if not status.done:
+        raise ResultNotReady(f"{status.id} is {status.state}; wait for it with rlm_wait({status.id!r})")
+    late = " (an answer that came too late is in its status)" if status.result is not None else ""
+    why = f": {status.error}" if status.error else ""
+    raise ChildFailedError(f"{status.id} {status.state}{why}{late}", status)

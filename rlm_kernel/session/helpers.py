@@ -1,0 +1,334 @@
+"""The functions that code finds in its namespace. The same ones serve the notebook and every child.
+
+What differs between the two comes in through `HelperEnvironment`: how to reach the supervisor, how to call a model, and what the episode
+allows right now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlm_kernel.children.supervisor import Ref
+from rlm_kernel.environment.finalization import Finalization
+from rlm_kernel.errors import ChildFailedError, ChildLimitError, ManagedModeRequired, UsageMistake
+from rlm_kernel.session.contexts import SharedContext
+from rlm_kernel.session.handles import ChildHandle, check_timeout, result_of
+from rlm_kernel.session.models import ModelAccess
+from rlm_kernel.session.ports import ChildrenPort, ChildRequest
+from rlm_kernel.values import ChildStatus
+
+HELPER_NAMES = (
+    "llm_query",
+    "llm_query_batched",
+    "rlm_query",
+    "rlm_query_batched",
+    "rlm_status",
+    "rlm_wait",
+    "rlm_result",
+    "rlm_share",
+    "FINAL",
+    "FINAL_VAR",
+    "SHOW_VARS",
+)
+"""The functions that are injected. ``answer`` and ``context`` come beside them."""
+
+HandleLike = ChildHandle | str
+
+
+@dataclass(frozen=True, slots=True)
+class HelperEnvironment:
+    """Where the helpers run.
+
+    Attributes:
+        children: gives the port to the supervisor; raises `ManagedModeRequired` where there is none.
+        models: gives access to the model; raises `ModelNotConfigured` where there is none.
+        depth: 0 in the root.
+        max_depth: gives the depth limit: children exist at depths 1 … ``max_depth - 1``.
+        episode_id: gives the id of the running episode.
+        may_start: called before a nonblocking start; raises if the episode does not allow it.
+        may_block: called before a blocking query; raises if the episode does not allow it.
+        on_share: told of each shared context.
+    """
+
+    children: Callable[[], ChildrenPort]
+    models: Callable[[], ModelAccess]
+    depth: int
+    max_depth: Callable[[], int]
+    episode_id: Callable[[], str]
+    may_start: Callable[[], None] = lambda: None
+    may_block: Callable[[], None] = lambda: None
+    on_share: Callable[[SharedContext], None] = lambda _shared: None
+
+
+class Helpers:
+    """The injected functions, as methods."""
+
+    def __init__(self, environment: HelperEnvironment, finalization: Finalization) -> None:
+        self._env = environment
+        self._finalization = finalization
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return what is put into the namespace."""
+        final = self._finalization
+        own = {"FINAL": final.FINAL, "FINAL_VAR": final.FINAL_VAR, "SHOW_VARS": final.SHOW_VARS}
+        return {name: own[name] if name in own else getattr(self, name) for name in HELPER_NAMES}
+
+    # -- direct calls
+
+    def llm_query(self, prompt: str, model: str | None = None) -> str:
+        """Ask a model one question and return its answer. No REPL, no recursion.
+
+        Args:
+            prompt: the whole message.
+            model: another model of the same client, None for the configured one.
+
+        Raises:
+            ModelNotConfigured: no model is configured; the message shows the line to type.
+            ModelCallError: the call failed after the client's own retries.
+        """
+        self._env.may_block()
+        return self._env.models().ask(_check_prompt(prompt), model)
+
+    def llm_query_batched(self, prompts: Sequence[str], model: str | None = None) -> list[str]:
+        """Ask a model several questions at once. Answers come in the order of the prompts; a failed one is ``Error: …``."""
+        self._env.may_block()
+        checked = [_check_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(_check_batch(prompts))]
+        return self._env.models().ask_batch(checked, model)
+
+    # -- recursive calls
+
+    def rlm_query(
+        self,
+        prompt: str,
+        model: str | None = None,
+        *,
+        blocking: bool = True,
+        context: Any = None,
+        schema: Any = None,
+        timeout_s: float | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Give a task to a recursive run of its own: a child with its own REPL, in its own process.
+
+        Args:
+            prompt: the task.
+            model: model for the child, None for the configured one.
+            blocking: wait and return the answer; with False return a `ChildHandle` at once.
+            context: what the child finds in its ``context``; the prompt if None.
+            schema: reserved for structured answers.
+            timeout_s: wall-clock seconds that the child may take, None for the configured limit.
+            name: a readable name for displays.
+
+        Returns:
+            the answer, or a handle.
+
+        Raises:
+            ManagedModeRequired, ModelNotConfigured: no model is configured; the message shows the line to type.
+            ChildFailedError: the child ended without an answer (blocking only).
+            ChildLimitError: a limit is reached (nonblocking; a blocking call returns ``Error: … exceeded``).
+        """
+        request = self._request(prompt, model, context, schema, timeout_s, name)
+        if not blocking:
+            return self._start([request])[0]
+        self._env.may_block()
+        if self._at_depth_limit():
+            return self._env.models().ask(_with_context(request), model)
+        try:
+            handle = self._begin([request])[0]
+        except ChildLimitError as error:
+            return f"Error: {error.limit} exceeded"
+        return result_of(handle.wait())
+
+    def rlm_query_batched(
+        self,
+        prompts: Sequence[str],
+        model: str | None = None,
+        *,
+        blocking: bool = True,
+        context: Any = None,
+        schema: Any = None,
+        timeout_s: float | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """Give several tasks to children that run side by side.
+
+        Args:
+            prompts: one task per child.
+            context: the same context for all, or a list with one entry per prompt.
+
+        The other arguments are those of `rlm_query`; ``name`` gets the position appended.
+
+        Returns:
+            the answers in order, where a failed or surplus entry is ``Error: …``; or handles. A nonblocking batch starts all of its
+            children or none.
+        """
+        contexts = _contexts_for(_check_batch(prompts), context)
+        requests = [
+            self._request(p, model, c, schema, timeout_s, None if name is None else f"{name}-{i + 1}", f"prompts[{i}]")
+            for i, (p, c) in enumerate(zip(prompts, contexts, strict=True))
+        ]
+        if not blocking:
+            return self._start(requests)
+        self._env.may_block()
+        if self._at_depth_limit():
+            return self._env.models().ask_batch([_with_context(request) for request in requests], model)
+        return self._run_batch(requests)
+
+    def _run_batch(self, requests: list[ChildRequest]) -> list[str]:
+        """Start what the limits allow, one by one, and wait for all of it: one failed or surplus entry never loses the others."""
+        started: list[ChildHandle | str] = []
+        for request in requests:
+            try:
+                started += self._begin([request])
+            except ChildLimitError as error:
+                started.append(f"Error: {error.limit} exceeded")
+        handles = [entry for entry in started if isinstance(entry, ChildHandle)]
+        statuses = iter(self._env.children().wait([h.ref for h in handles], None, False) if handles else [])
+        return [_answer_or_error(next(statuses)) if isinstance(entry, ChildHandle) else entry for entry in started]
+
+    # -- looking at children
+
+    def rlm_status(self, handle: HandleLike | None = None) -> ChildStatus | list[ChildStatus]:
+        """Return a snapshot of one child, or of all descendants in start order. Never blocks."""
+        if handle is None:
+            return self._env.children().status(None)
+        return self._env.children().status([_ref(handle)])[0]
+
+    def rlm_wait(
+        self,
+        handle_or_handles: HandleLike | Iterable[HandleLike],
+        timeout_s: float | None = None,
+        *,
+        return_when: str = "all",
+    ) -> ChildStatus | list[ChildStatus]:
+        """Wait for children. A timeout never cancels anything: the status is then simply not done.
+
+        Args:
+            handle_or_handles: one handle (or id), or several.
+            timeout_s: seconds to wait, None for as long as it takes.
+            return_when: ``"all"`` or ``"any"``.
+
+        Returns:
+            the status, or the statuses in the order of the handles.
+        """
+        if return_when not in ("all", "any"):
+            raise UsageMistake(f'return_when={return_when!r}: must be "all" or "any"')
+        timeout = check_timeout(timeout_s)
+        single = isinstance(handle_or_handles, ChildHandle | str)
+        handles = [handle_or_handles] if single else list(handle_or_handles)  # type: ignore[arg-type,list-item]
+        refs = [_ref(handle) for handle in handles]  # type: ignore[arg-type]
+        if not refs:
+            return []
+        statuses = self._env.children().wait(refs, timeout, return_when == "any")
+        return statuses[0] if single else statuses
+
+    def rlm_result(self, handle: HandleLike) -> str:
+        """Return a child's answer.
+
+        Raises:
+            ResultNotReady: it has not ended yet.
+            ChildFailedError: it ended without an answer.
+        """
+        return result_of(self._env.children().status([_ref(handle)])[0])
+
+    def rlm_share(self, obj: Any) -> SharedContext:
+        """Snapshot an object once, to pass it to many children as ``context=``.
+
+        Raises:
+            PayloadError: it cannot be pickled.
+        """
+        if isinstance(obj, SharedContext):
+            return obj
+        shared = SharedContext(obj)
+        self._env.on_share(shared)
+        return shared
+
+    # -- starting
+
+    def _request(
+        self,
+        prompt: object,
+        model: str | None,
+        context: Any,
+        schema: Any,
+        timeout_s: object,
+        name: str | None,
+        argument: str = "prompt",
+    ) -> ChildRequest:
+        if schema is not None:
+            raise UsageMistake(
+                "schema=: structured answers are not available in this version; ask for JSON in the prompt"
+            )
+        if name is not None and not isinstance(name, str):
+            raise UsageMistake(f"name={name!r}: must be a string")
+        timeout = check_timeout(timeout_s)
+        if timeout == 0:
+            raise UsageMistake("timeout_s=0: a child needs some time; give a positive number of seconds, or None")
+        return ChildRequest(_check_prompt(prompt, argument), model, context, timeout, name or "")
+
+    def _at_depth_limit(self) -> bool:
+        return self._env.depth + 1 >= self._env.max_depth()
+
+    def _start(self, requests: Sequence[ChildRequest]) -> list[ChildHandle]:
+        self._env.may_start()
+        return self._begin(requests)
+
+    def _begin(self, requests: Sequence[ChildRequest]) -> list[ChildHandle]:
+        if not requests:
+            return []
+        port = self._env.children()
+        episode_id = self._env.episode_id()
+        return [ChildHandle(port, status, episode_id) for status in port.start(requests)]
+
+
+def no_children() -> ChildrenPort:
+    """Stand in for a port where there is no managed mode."""
+    raise ManagedModeRequired
+
+
+def _answer_or_error(status: ChildStatus) -> str:
+    try:
+        return result_of(status)
+    except ChildFailedError as error:
+        return f"Error: {error}"
+
+
+def _ref(handle: object) -> Ref:
+    if isinstance(handle, ChildHandle):
+        return handle.ref
+    if isinstance(handle, str):
+        return (handle, None)
+    raise UsageMistake(f"expected a handle or an id such as 'c1', got {type(handle).__name__}: {handle!r}")
+
+
+def _check_prompt(prompt: object, argument: str = "prompt") -> str:
+    if not isinstance(prompt, str):
+        raise UsageMistake(f"{argument} must be a string, got {type(prompt).__name__}")
+    if not prompt.strip():
+        raise UsageMistake(f"{argument} is empty")
+    return prompt
+
+
+def _check_batch(prompts: object) -> Sequence[str]:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise UsageMistake(f"prompts must be a list of strings, got {type(prompts).__name__}")
+    return prompts
+
+
+def _contexts_for(prompts: Sequence[str], context: Any) -> list[Any]:
+    if not isinstance(context, list):
+        return [context] * len(prompts)
+    if len(context) != len(prompts):
+        raise UsageMistake(
+            f"context has {len(context)} entries for {len(prompts)} prompts; give one per prompt, or a single object"
+        )
+    return context
+
+
+def _with_context(request: ChildRequest) -> str:
+    """At the depth limit there is no REPL to put the context into: it goes into the one direct call."""
+    if request.context is None:
+        return request.prompt
+    return f"{request.prompt}\n\nContext:\n{request.context}"

@@ -1,0 +1,140 @@
+"""Direct model calls of one run: ``llm_query`` and the loop's own. Builds the client once per process, counts, and records.
+
+Thread-safe. Calls made while a block of code runs are kept for the trajectory until `take_calls`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlm_kernel.errors import ForkedProcessError, ModelCallError
+from rlm_kernel.values import Completion, Message, ModelCall, Usage
+
+if TYPE_CHECKING:
+    from rlm_kernel.clients.base import ModelClient
+
+_PROMPT_KEPT = 20_000
+"""Characters of a prompt or response that the record of a call keeps."""
+
+BATCH_WORKERS = 8
+"""Model calls of one ``llm_query_batched`` that are under way at once."""
+
+
+class ModelAccess:
+    """The models that one run may call.
+
+    Args:
+        build: builds the client, at the first call.
+        model: the model that calls without ``model=`` use, None for the client's default.
+        on_usage: called with the usage of each call that ended.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], ModelClient],
+        *,
+        model: str | None = None,
+        on_usage: Callable[[Usage], None] = lambda _usage: None,
+    ) -> None:
+        self._build = build
+        self._model = model
+        self._on_usage = on_usage
+        self._client: ModelClient | None = None
+        self._lock = threading.Lock()
+        self._calls: list[ModelCall] = []
+        self._pid = os.getpid()
+        self._usage = Usage()
+
+    @property
+    def client(self) -> ModelClient:
+        """The client, built when first asked for."""
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("model calls do not work in a process that user code forked")
+        client = self._client
+        if client is None:
+            client = self._client = self._build()
+        return client
+
+    @property
+    def usage(self) -> Usage:
+        """Everything that was counted so far."""
+        with self._lock:
+            return self._usage
+
+    def complete(self, messages: list[Message], model: str | None = None) -> Completion:
+        """Make one call of the loop's own (it is not recorded as a call of code).
+
+        Raises:
+            ModelCallError: it failed.
+        """
+        completion = self.client.complete(messages, self._model if model is None else model)
+        self._count(completion.usage)
+        return completion
+
+    def ask(self, prompt: str, model: str | None = None) -> str:
+        """Make one call for code: a single user message.
+
+        Raises:
+            ModelCallError: it failed.
+        """
+        began = time.monotonic()
+        try:
+            completion = self.complete([{"role": "user", "content": prompt}], model)
+        except Exception as error:
+            self._record(prompt, Completion("", Usage()), began, f"{type(error).__name__}: {error}")
+            raise
+        self._record(prompt, completion, began, None)
+        return completion.text
+
+    def ask_batch(self, prompts: Sequence[str], model: str | None = None) -> list[str]:
+        """Make several calls at once. A failed one gives ``Error: …`` in its place."""
+        from rlm_kernel.clients.base import complete_batch
+
+        began = time.monotonic()
+        chats: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        outcomes = complete_batch(
+            self.client, chats, self._model if model is None else model, max_workers=BATCH_WORKERS
+        )
+        answers = []
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            if isinstance(outcome, Completion):
+                self._count(outcome.usage)
+                self._record(prompt, outcome, began, None)
+                answers.append(outcome.text)
+            else:
+                text = str(outcome) if isinstance(outcome, ModelCallError) else f"{type(outcome).__name__}: {outcome}"
+                self._record(prompt, Completion("", Usage()), began, text)
+                answers.append(f"Error: {text}")
+        return answers
+
+    def take_calls(self) -> tuple[ModelCall, ...]:
+        """Return the recorded calls, and forget them."""
+        with self._lock:
+            calls, self._calls = tuple(self._calls), []
+        return calls
+
+    def _count(self, usage: Usage) -> None:
+        with self._lock:
+            self._usage += usage
+        self._on_usage(usage)
+
+    def _record(self, prompt: str, completion: Completion, began: float, error: str | None) -> None:
+        call = ModelCall(
+            prompt[:_PROMPT_KEPT], completion.text[:_PROMPT_KEPT], completion.usage, time.monotonic() - began, error
+        )
+        with self._lock:
+            self._calls.append(call)
+
+
+def describe_model(factory: Any, model: str | None) -> str:
+    """Say in a word which model a configuration uses."""
+    spec = getattr(factory, "spec", None)
+    if model is not None:
+        return model
+    if isinstance(spec, str):
+        return spec
+    return factory if isinstance(factory, str) else getattr(factory, "__qualname__", type(factory).__name__)

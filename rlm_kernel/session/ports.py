@@ -1,0 +1,185 @@
+"""The two ways to reach the supervisor: directly in the root process, over the channel in a child. Helpers see one Protocol."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from rlm_kernel import errors
+from rlm_kernel.children.records import ChildSpec
+from rlm_kernel.children.supervisor import Ref, Supervisor
+from rlm_kernel.children.worker import Link
+from rlm_kernel.credentials import without_secrets
+from rlm_kernel.session import contexts
+from rlm_kernel.session.tasks import CHILD_ENTRY, ChildTask, pack, preview
+from rlm_kernel.values import ChildStatus
+from rlm_kernel.wire import messages as m
+from rlm_kernel.wire.channel import close_fds
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRequest:
+    """One child that a helper asks for."""
+
+    prompt: str
+    model: str | None = None
+    context: Any = None
+    timeout_s: float | None = None
+    name: str = ""
+
+
+class ChildrenPort(Protocol):
+    """What helpers and handles need of the supervisor."""
+
+    def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
+        """Start children, all or none."""
+
+    def status(self, refs: Sequence[Ref] | None) -> list[ChildStatus]:
+        """Take snapshots; None for all descendants in start order."""
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
+        """Wait until all (or any) have ended, or the time is up."""
+
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
+        """Have ``callback`` called once when the child has ended; False if it has already."""
+
+
+def _encode_task(request: ChildRequest) -> tuple[bytes, tuple[int, ...]]:
+    encoded, fds = (None, ()) if request.context is None else contexts.encode(request.context)
+    return pack(ChildTask(request.prompt, request.model, encoded)), fds
+
+
+def _encode_all(requests: Sequence[ChildRequest]) -> list[tuple[ChildRequest, bytes, tuple[int, ...]]]:
+    """Encode every request, or none: what was opened is closed again if one fails."""
+    encoded: list[tuple[ChildRequest, bytes, tuple[int, ...]]] = []
+    try:
+        for request in requests:
+            encoded.append((request, *_encode_task(request)))
+    except BaseException:
+        for _, _, fds in encoded:
+            close_fds(fds)
+        raise
+    return encoded
+
+
+class RootPort:
+    """The port of the root process.
+
+    Args:
+        supervisor: the supervisor.
+        prepare: called before each start, for what must exist on disk.
+        inherited: gives, for a request's model, what its tree inherits (packed); called at each start.
+        keep_env: gives the secret-looking variables that code may see.
+        model_label: gives the name under which a status shows the model.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        prepare: Callable[[], None],
+        inherited: Callable[[str | None], bytes],
+        keep_env: Callable[[], tuple[str, ...]],
+        model_label: Callable[[str | None], str],
+    ) -> None:
+        self._supervisor = supervisor
+        self._prepare = prepare
+        self._inherited = inherited
+        self._keep_env = keep_env
+        self._model_label = model_label
+
+    def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
+        self._prepare()
+        blobs = {model: self._inherited(model) for model in {request.model for request in requests}}
+        environ = without_secrets(os.environ, self._keep_env())
+        secret_environ = {name: value for name, value in os.environ.items() if name not in environ}
+        specs = [
+            ChildSpec(
+                entry=CHILD_ENTRY,
+                task=task,
+                inherited=blobs[request.model],
+                environ=environ,
+                secret_environ=secret_environ,
+                cwd=os.getcwd(),
+                sys_path=tuple(sys.path),
+                name=request.name,
+                prompt_preview=preview(request.prompt),
+                model=self._model_label(request.model),
+                timeout_s=request.timeout_s,
+                attachments=fds,
+            )
+            for request, task, fds in _encode_all(requests)
+        ]
+        return self._supervisor.start(specs)
+
+    def status(self, refs: Sequence[Ref] | None) -> list[ChildStatus]:
+        return self._supervisor.status(refs)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
+        return self._supervisor.wait(refs, timeout_s, any_=any_)
+
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
+        return self._supervisor.call_when_done(ref, callback)
+
+
+class LinkPort:
+    """The port of a child: the same requests, over its channel."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
+        encoded = _encode_all(requests)
+        specs = tuple(
+            m.ChildRequestSpec(
+                task=task,
+                name=request.name,
+                prompt_preview=preview(request.prompt),
+                model=request.model,
+                timeout_s=request.timeout_s,
+                attachments=len(fds),
+            )
+            for request, task, fds in encoded
+        )
+        environ, cwd, sys_path = dict(os.environ), os.getcwd(), tuple(sys.path)
+        reply = self._link.request(
+            lambda number: m.AskSpawn(number, specs, environ, cwd, sys_path),
+            tuple(itertools.chain.from_iterable(fds for _, _, fds in encoded)),
+        )
+        return list(_checked(reply).statuses)
+
+    def status(self, refs: Sequence[Ref] | None) -> list[ChildStatus]:
+        ids = None if refs is None else tuple(child_id for child_id, _ in refs)
+        return list(_checked(self._link.request(lambda number: m.AskStatus(number, ids))).statuses)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
+        ids = tuple(child_id for child_id, _ in refs)
+        return list(_checked(self._link.request(lambda number: m.AskWait(number, ids, timeout_s, any_))).statuses)
+
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
+        def wait() -> None:
+            self.wait([ref], None, False)
+            callback()
+
+        threading.Thread(target=wait, name="rlm-await", daemon=True).start()
+        return True
+
+
+def _checked(reply: m.Reply) -> m.Reply:
+    if reply.error is not None:
+        _raise_again(reply)
+    return reply
+
+
+def _raise_again(reply: m.Reply) -> NoReturn:
+    """Raise in the child what the supervisor raised."""
+    text = reply.error or "the request failed"
+    if reply.error_class == errors.ChildLimitError.__name__:
+        raise errors.ChildLimitError(reply.limit, reply.limit_value, text)
+    kind = getattr(errors, reply.error_class, errors.RLMError)
+    raise kind(text)

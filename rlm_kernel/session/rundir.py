@@ -1,0 +1,141 @@
+"""What is kept on disk: one folder per episode with ``run.json``, one trajectory and one raw log per run.
+
+The folder comes to be with the first child or loop of an episode, so that a notebook that only computes leaves nothing. ``run.json`` is
+replaced as a whole (written beside it and renamed), so that a reader never sees half of it. Old folders are pruned when a new one is made;
+those of processes that still live are spared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlm_kernel.credentials import redact, secret_values
+
+_log = logging.getLogger(__name__)
+
+MAX_TOTAL_BYTES = 2 << 30
+"""Bytes above which the oldest episodes are pruned, however many are to be kept."""
+
+RUN_FILE = "run.json"
+
+
+def default_root() -> Path:
+    """Return the folder that holds the runs where none is configured: ``rlm/runs`` in Jupyter's data directory."""
+    from jupyter_core.paths import jupyter_data_dir
+
+    return Path(jupyter_data_dir()) / "rlm" / "runs"
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """The folder of one episode.
+
+    Args:
+        root: the folder that holds all of them.
+        episode_id: the episode.
+        keep: how many episodes to keep.
+    """
+
+    root: Path
+    episode_id: str
+    keep: int
+    _path: Path | None = None
+    _broken: bool = False
+
+    @property
+    def exists(self) -> bool:
+        return self._path is not None
+
+    def path(self) -> Path | None:
+        """Return the folder, making it first if need be; None if it cannot be made (which is logged once)."""
+        if self._path is None and not self._broken:
+            path = self.root / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.episode_id}"
+            try:
+                prune(self.root, self.keep - 1)
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                self._broken = True
+                _log.warning("runs are not written down: %s: %s", path, error.strerror)
+            else:
+                self._path = path
+        return self._path
+
+    def run_paths(self, run_id: str) -> tuple[str, str]:
+        """Return the paths of the raw log and of the trajectory of one run, empty if there is no folder. No I/O."""
+        path = self._path
+        return ("", "") if path is None else (str(path / f"{run_id}.log"), str(path / f"{run_id}.jsonl"))
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Replace ``run.json``, if the folder exists. A full disk is logged and loses nothing else."""
+        if self._path is None:
+            return
+        text = redact(json.dumps(content, indent=1, default=str), secret_values(os.environ))
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self._path, prefix=".run-", delete=False, errors="backslashreplace"
+            ) as file:
+                try:
+                    file.write(text)
+                    file.flush()
+                    os.replace(file.name, self._path / RUN_FILE)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(file.name)
+                    raise
+        except OSError as error:
+            _log.warning("%s was not written: %s", self._path / RUN_FILE, error.strerror)
+
+
+def prune(root: Path, keep: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> list[Path]:
+    """Remove the oldest episodes beyond ``keep`` or beyond a total size, sparing those of living processes.
+
+    Returns:
+        the folders that were removed.
+    """
+    removed = []
+    total = 0
+    for position, folder in enumerate(sorted(_folders(root), key=lambda path: path.name, reverse=True)):
+        total += sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
+        if (position >= keep or total > max_total_bytes) and not _is_in_use(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """Yield what is an episode's folder: nothing else in the directory is ever touched."""
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if path.is_dir() and path.name[:8].isdecimal() and path.name.count("-") >= 2:
+                yield path
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / RUN_FILE).read_text("utf-8"))
+        pid = int(content["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # Without a readable run.json it may be in the making: spare it for a day.
+        try:
+            return time.time() - folder.stat().st_mtime < 86_400
+        except OSError:
+            return True
+    if content.get("ended"):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

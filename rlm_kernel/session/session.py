@@ -1,0 +1,411 @@
+"""The composition root: one session, one episode after another. Usable without Jupyter.
+
+Who runs it: helpers run in whatever thread of the root process calls them; the verbs run in the caller's thread (see `lifecycle`). The session
+owns the supervisor, the run folder of the current episode, the shared contexts, and the root's model client.
+
+In a process that user code forked from the root, the helpers raise `ForkedProcessError`, and `shutdown` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rlm_kernel
+from rlm_kernel.children.records import Limits
+from rlm_kernel.children.supervisor import NurserySettings, Supervisor
+from rlm_kernel.environment.finalization import Finalization
+from rlm_kernel.errors import (
+    ChildCleanupError,
+    EpisodeFinalized,
+    ManagedModeRequired,
+    ModelNotConfigured,
+)
+from rlm_kernel.session.config import Settings
+from rlm_kernel.session.contexts import SharedContext
+from rlm_kernel.session.helpers import HELPER_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.lifecycle import Lifecycle
+from rlm_kernel.session.models import ModelAccess, describe_model
+from rlm_kernel.session.ports import ChildrenPort, RootPort
+from rlm_kernel.session.rundir import RunFolder, default_root
+from rlm_kernel.session.tasks import WARM_UP, Inherited, pack, pickle_factory
+from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, Usage
+
+_log = logging.getLogger(__name__)
+
+ROOT_RUN = "root"
+"""Run id of a loop that runs in the root's own namespace."""
+
+_HIDDEN = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit", "quit", "open", "get_ipython"))
+
+
+class RLMSession:
+    """A session: settings, helpers, children, and the lifecycle of its episodes.
+
+    Args:
+        settings: the settings in force.
+        namespace: the dict into which the helpers go and in which ``FINAL_VAR`` looks names up.
+        on_change: called on an observer thread with a status whenever a child changes its state.
+        on_warning: called on an observer thread with a line for the user.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        namespace: dict[str, Any],
+        *,
+        on_change: Callable[[ChildStatus], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.namespace = namespace
+        self._listeners: list[Callable[[ChildStatus], None]] = [] if on_change is None else [on_change]
+        self.episode_id = ""
+        self.finalization = Finalization(lambda: self.namespace, lambda: _HIDDEN)
+        self._shared: list[SharedContext] = []
+        self._pickled: tuple[Any, bytes] | None = None
+        self._models: ModelAccess | None = None
+        self._models_for: Any = None
+        self._spent = Usage()
+        self._reports: list[CleanupReport] = []
+        self._started_at = time.time()
+        self._ended = False
+        self._pid = os.getpid()
+        self.supervisor = Supervisor(
+            paths=lambda run_id: self._folder.run_paths(run_id), on_change=self._tell_listeners, on_warning=on_warning
+        )
+        self.lifecycle = Lifecycle(self.supervisor, lambda: self.settings.bounds().graces)
+        self._port = RootPort(
+            self.supervisor,
+            prepare=self._prepare_folder,
+            inherited=self._inherited,
+            keep_env=self._keep_env,
+            model_label=self._model_label,
+        )
+        self.helpers = Helpers(
+            HelperEnvironment(
+                children=self._children,
+                models=self.models,
+                depth=0,
+                max_depth=lambda: self.settings["max_depth"],
+                episode_id=lambda: self.episode_id,
+                may_start=self._check_may_start,
+                may_block=self._check_clean,
+                on_share=self._shared.append,
+            ),
+            self.finalization,
+        )
+        self.functions = self.helpers.functions()
+        self._begin_episode()
+
+    # -- settings
+
+    def configure(self, name: str, text: str) -> Any:
+        """Change a setting from text; it holds for children started from now on. Returns the value.
+
+        Raises:
+            ConfigurationError: names the setting and the value; nothing was changed.
+        """
+        if name == "model":
+            # A model that is named replaces a factory, which would otherwise win.
+            self.settings.set("client_factory", None)
+        value = self.settings.set_text(name, text)
+        self._apply_settings()
+        return value
+
+    def configure_value(self, name: str, value: Any) -> None:
+        """Change a setting to a value, such as a callable for ``client_factory``.
+
+        Raises:
+            ConfigurationError: names the setting and the value; nothing was changed.
+        """
+        self.settings.set(name, value)
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        bounds = self.settings.bounds()
+        self.supervisor.configure(
+            Limits(
+                max_depth=bounds.max_depth,
+                max_children_total=bounds.max_children_total,
+                max_children_per_batch=bounds.max_children_per_batch,
+                max_concurrent_children=bounds.max_concurrent_children,
+                per_child_timeout_s=bounds.per_child_timeout_s,
+                result_truncation_limit=bounds.result_truncation_limit,
+                graces=bounds.graces,
+            )
+        )
+        folder = self._folder.path() if self._folder.exists else None
+        self.supervisor.settings = NurserySettings(
+            warm_up=WARM_UP,
+            preload=bounds.preload,
+            keep_secrets=bounds.child_env_keep,
+            log_path="" if folder is None else str(folder / "nursery.log"),
+        )
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether a client factory is configured, so that children can be started."""
+        return self.settings.factory is not None
+
+    @property
+    def model_name(self) -> str | None:
+        """How the configured model is called, None if there is none."""
+        return describe_model(self.settings.factory, self.settings.call_model) if self.is_managed else None
+
+    def prepare(self) -> None:
+        """Start the nursery in the background, so that the first child need not wait for it."""
+        self._apply_settings()
+        self.supervisor.prepare()
+
+    # -- what the helpers need
+
+    def models(self) -> ModelAccess:
+        """Return access to the configured model, for calls from the root.
+
+        Raises:
+            ModelNotConfigured: there is none; the message shows the line to type.
+        """
+        factory = self.settings.factory
+        if factory is None:
+            raise ModelNotConfigured
+        if self._models is None or self._models_for != (factory, self.settings.call_model):
+            from rlm_kernel.clients.base import build_client
+
+            if self._models is not None:
+                self._spent += self._models.usage
+            self._models = ModelAccess(lambda: build_client(factory), model=self.settings.call_model)
+            self._models_for = (factory, self.settings.call_model)
+        return self._models
+
+    def _children(self) -> ChildrenPort:
+        return self._port
+
+    def _check_may_start(self) -> None:
+        self._check_clean()
+        if not self.is_managed:
+            raise ManagedModeRequired
+        if self.finalization.final is not None:
+            raise EpisodeFinalized(
+                "this episode has its final answer, so no new children are started; `%rlm reset` begins a new episode"
+            )
+
+    def _check_clean(self) -> None:
+        if self.lifecycle.failure is not None:
+            raise self.lifecycle.failure
+
+    def _keep_env(self) -> tuple[str, ...]:
+        keep: tuple[str, ...] = self.settings["child_env_keep"]
+        return keep
+
+    def _model_label(self, model: str | None) -> str:
+        return model or self.model_name or ""
+
+    def _inherited(self, model: str | None) -> bytes:
+        """Pack what a tree inherits: called at each start, so that an edited factory is pickled anew."""
+        factory = self.settings.factory
+        if factory is None:
+            raise ModelNotConfigured
+        bounds = self.settings.bounds()
+        return pack(
+            Inherited(
+                factory=pickle_factory(factory),
+                root_model=self.model_name or "",
+                model=self.settings.call_model,
+                max_depth=bounds.max_depth,
+                max_iterations=bounds.max_iterations,
+            )
+        )
+
+    # -- episodes
+
+    def _begin_episode(self) -> None:
+        self.episode_id = uuid.uuid4().hex[:12]
+        root = self.settings["run_dir"]
+        self._folder = RunFolder(
+            Path(root).expanduser() if root else default_root(), self.episode_id, self.settings["keep_runs"]
+        )
+        self._started_at, self._ended = time.time(), False
+        self._reports = []
+        self.finalization.reset()
+        self.supervisor.begin_episode(self.episode_id)
+        self._apply_settings()
+        self.inject()
+
+    def inject(self) -> None:
+        """Put the helpers and a fresh ``answer`` into the namespace; ``context`` is set to an empty text if it is new."""
+        self.namespace.update(self.functions)
+        self.namespace["answer"] = self.finalization.answer_dict
+        self.namespace["context"] = ""
+
+    def restore_helpers(self) -> None:
+        """Put helpers back that code has rebound or deleted."""
+        self.namespace.update(self.functions)
+
+    def _prepare_folder(self) -> None:
+        """Make the episode's folder before its first run. Not called under anybody's lock."""
+        if not self._folder.exists and self._folder.path() is not None:
+            self._apply_settings()
+            self._write_run_file()
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The episode's folder, None while there is none."""
+        return self._folder.path() if self._folder.exists else None
+
+    def root_trajectory_path(self) -> str:
+        """Return where a loop in the root's namespace writes its trajectory."""
+        self._prepare_folder()
+        return self._folder.run_paths(f"{ROOT_RUN}-{uuid.uuid4().hex[:6]}")[1]
+
+    @property
+    def usage(self) -> Usage:
+        """Model calls and tokens of the whole episode, children included."""
+        own = Usage() if self._models is None else self._models.usage
+        return self._spent + own + self.supervisor.usage()
+
+    # -- listeners
+
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[ChildStatus], None]) -> Any:
+        """Have ``listener`` called, on the observer thread, with each child's changes for the length of the block."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def _tell_listeners(self, status: ChildStatus) -> None:
+        for listener in list(self._listeners):
+            listener(status)
+
+    # -- verbs
+
+    def finalize(self, *, begun: bool = False) -> CleanupReport:
+        """Stop the children because the episode has its answer."""
+        return self._run_verb("finalize", begun=begun)
+
+    def close(self, *, begun: bool = False) -> CleanupReport:
+        """Stop the children; variables, results and handles stay usable, and new children may be started afterwards."""
+        return self._run_verb("close", begun=begun)
+
+    def cleanup(self) -> CleanupReport:
+        """Try again to confirm what an earlier verb could not."""
+        return self._run_verb("cleanup")
+
+    def reset(self, *, begun: bool = False) -> CleanupReport:
+        """Stop the children and begin a new episode: handles become stale, ``context`` and ``answer`` are new.
+
+        If the cleanup fails, the episode goes on and the failure blocks the session.
+        """
+
+        def begin_anew(_report: CleanupReport) -> None:
+            self._ended = True
+            self._write_run_file()
+            for shared in self._shared:
+                shared.close()
+            self._shared.clear()
+            self._begin_episode()
+
+        return self._run_verb("reset", begin_anew, begun=begun)
+
+    def shutdown(self, verb: str = "shutdown", *, begun: bool = False) -> CleanupReport:
+        """Stop the children and end for good: nursery and threads, too."""
+        if os.getpid() != self._pid:
+            return CleanupReport(verb)
+        self._ended = True
+        report = self._run_verb(verb, begun=begun, for_good=True)
+        # With survivors the nursery stays: it goes on killing, and ends by itself when this process is gone.
+        if report.ok and not self.supervisor.close():
+            _log.error("%s: the nursery did not end in time", verb)
+        return report
+
+    def _run_verb(
+        self,
+        verb: str,
+        then: Callable[[CleanupReport], None] | None = None,
+        *,
+        begun: bool = False,
+        for_good: bool = False,
+    ) -> CleanupReport:
+        def finish(report: CleanupReport) -> None:
+            self._note(report)
+            if then is not None:
+                then(report)
+
+        report = self.lifecycle.run(verb, finish, begun=begun, for_good=for_good)
+        if not report.ok:
+            self._note(report)
+        return report
+
+    def _note(self, report: CleanupReport) -> None:
+        self._reports.append(report)
+        self._write_run_file()
+
+    @property
+    def cleanup_failure(self) -> ChildCleanupError | None:
+        """The error that blocks the session until a later attempt confirms."""
+        return self.lifecycle.failure
+
+    def check_may_run(self) -> None:
+        """Raise if a failed cleanup blocks running cells.
+
+        Raises:
+            ChildCleanupError: names the processes and what to type.
+        """
+        self._check_clean()
+
+    @property
+    def final_answer(self) -> FinalAnswer | None:
+        return self.finalization.final
+
+    # -- on disk
+
+    def _write_run_file(self) -> None:
+        final = self.finalization.final
+        children = self.supervisor.status() if os.getpid() == self._pid else []
+        self._folder.write(
+            {
+                "episode_id": self.episode_id,
+                "pid": self._pid,
+                "host": platform.node(),
+                "version": rlm_kernel.__version__,
+                "started_at": self._started_at,
+                "ended": self._ended,
+                "model": self.model_name,
+                "final_answer": None if final is None else final.text,
+                "usage": _usage_dict(self.usage),
+                "verbs": [{"verb": r.verb, "summary": r.summary(), "survivors": r.survivors} for r in self._reports],
+                "children": [
+                    {
+                        "id": s.id,
+                        "name": s.name,
+                        "parent_id": s.parent_id,
+                        "state": str(s.state),
+                        "exited": s.exited,
+                        "exit_code": s.exit_code,
+                        "elapsed_s": s.elapsed_s,
+                        "iterations": s.iterations,
+                        "prompt": s.prompt_preview,
+                        "error": s.error,
+                        "usage": _usage_dict(s.usage),
+                    }
+                    for s in children
+                ],
+            }
+        )
+
+
+def _usage_dict(usage: Usage) -> dict[str, int]:
+    return {
+        "calls": usage.calls,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+    }
