@@ -72,7 +72,7 @@ def _add_install(commands: Commands) -> None:
 
 def _add_run(commands: Commands) -> None:
     parser = commands.add_parser("run", help="answer one task over a context, without a notebook")
-    parser.add_argument("task", metavar="TASK", help="the task, in words")
+    parser.add_argument("--task", metavar="TEXT", required=True, help="the task, in words")
     parser.add_argument("--context", metavar="FILE", help="a text file that becomes `context`; - reads standard input")
     _add_model(parser, default=None)
     parser.add_argument("--max-iterations", type=int, metavar="N", help="model calls of the root at most")

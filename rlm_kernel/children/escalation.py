@@ -1,8 +1,8 @@
 """When which signal is due: the stop of one process as a pure schedule.
 
-A stop asks first (SIGINT, which the child's worker turns into a cooperative cancellation), then sends SIGTERM, then SIGKILL, each
-after the grace of the step before it. A further stop request may only bring the steps forward, never put them off, so two verbs
-that overlap never run the graces twice.
+A stop asks first (SIGINT, which the child's worker turns into a cooperative cancellation), then sends SIGTERM, then
+SIGKILL, each after the grace of the step before it. A further stop request may only bring the steps forward, never put
+them off, so two verbs that overlap never run the graces twice.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """The one place where this project forks, and the one list of what a fork must reset.
 
-Who runs it: `fork` runs in the nursery process, on its only thread. `reset_in_child` runs in the new process, first thing.
+Who runs it: `fork` runs in the nursery process, on its only thread. `reset_in_child` runs in the new process, first
+thing.
 
 How each step can fail:
 
 * the nursery has a second thread: `fork` refuses (`ForkRefused`); a fork could copy a lock that nobody in the child ever releases;
 * ``fork`` itself fails (EAGAIN, ENOMEM): OSError to the nursery, which reports it; no process came to be;
 * a signal arrives between fork and the child's own handlers: SIGINT, SIGTERM and SIGHUP are blocked across the fork and unblocked
-  by the child when its handlers stand, so an early stop is delivered late, never lost and never handled by the nursery's code;
+  by the child when its handlers stand, so an early stop is delivered late, never lost and never handled by the
+  nursery's code;
 * the nursery dies before the child has armed its parent-death signal: the child compares its parent with the expected one after
   arming, and exits;
 * anything in the child raises: the child's side ends in ``os._exit``, so it can neither return into the nursery's loop nor run the
@@ -58,7 +60,8 @@ def fork(run: Callable[[], int]) -> int:
         OSError: the operating system refused.
     """
     if posix.thread_count() != 1:
-        raise ForkRefused(f"the nursery has {posix.thread_count()} threads; a fork would not be safe")
+        names = ", ".join(posix.thread_names()) or "unnamed"
+        raise ForkRefused(f"the nursery has more than one thread ({names}); a fork would not be safe")
     sys.stdout.flush()
     sys.stderr.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
@@ -117,9 +120,14 @@ def _reset_descriptors(keep: set[int], log_fd: int) -> None:
         os.closerange(lowest, fd)
         lowest = max(lowest, fd + 1)
     os.closerange(lowest, _highest_fd() + 1)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    streams: dict[str, Any] = {
+        "stdin": open(0, encoding="utf-8", closefd=False),  # noqa: SIM115  (open for the life of the process)
+        "stdout": open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False),  # noqa: SIM115
+        "stderr": open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False),  # noqa: SIM115
+    }
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _highest_fd() -> int:
@@ -138,6 +146,7 @@ def _reset_random_state() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile._name_sequence = None  # type: ignore[attr-defined]
+        tempfile.tempdir = None  # TMPDIR is what the call's environment says
 
 
 def _reset_signals(on_sigint: SignalHandler) -> None:

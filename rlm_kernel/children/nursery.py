@@ -1,22 +1,24 @@
 """The nursery: a single-threaded fork server, and the parent of every child process of every depth.
 
-Who runs it: a process of its own, freshly exec'ed by the root (its own session, a scrubbed environment), with one thread for life.
-It imports what children need, warms it up, freezes the garbage collector, and then only forks, reaps and signals. It never unpickles
-anything and never runs code of the user's.
+Who runs it: a process of its own, freshly exec'ed by the root (its own session, a scrubbed environment), with one
+thread for life. It imports what children need, warms it up, freezes the garbage collector, and then only forks, reaps
+and signals. It never unpickles anything and never runs code of the user's.
 
-What it owns: the control channel to the root; the pid of every child until it has reaped it (an unreaped child pins its pid, so
-signalling it by number is free of races); the schedule of every stop; every child's wall-clock timeout. Stops and timeouts live here
-rather than in the root, because native code that holds the root's interpreter lock cannot delay them.
+What it owns: the control channel to the root; the pid of every child until it has reaped it (an unreaped child pins its
+pid, so signalling it by number is free of races); the schedule of every stop; every child's wall-clock timeout. Stops
+and timeouts live here rather than in the root, because native code that holds the root's interpreter lock cannot delay
+them.
 
 How each step can fail, and what then happens:
 
 * the root dies: the kernel's pidfd becomes readable (end-of-file on the control channel is taken as well, but is not relied on: a
-  process that user code forked in the kernel may hold a copy of it). Every child is stopped with its own graces, then the nursery exits;
+  process that user code forked in the kernel may hold a copy of it). Every child is stopped with its own graces, then
+  the nursery exits;
 * the root stops reading: messages queue up here; forking, reaping and stopping go on;
 * a fork fails: `SpawnFailed`;
 * a child ends, however it ends: it is seen by ``waitid(WNOWAIT)``, its process group is killed while the zombie still pins the
-  number, it is reaped, and what it left behind, which the kernel has handed to us as a subreaper, is killed and reaped. Only then
-  `Exited` is sent. What cannot be confirmed within the kill grace is named in it;
+  number, it is reaped, and what it left behind, which the kernel has handed to us as a subreaper, is killed and reaped.
+  Only then `Exited` is sent. What cannot be confirmed within the kill grace is named in it;
 * a child does not react: SIGINT, SIGTERM and SIGKILL follow each other, for all children side by side;
 * the nursery itself is killed: the children's parent-death signal takes them along, and the root finds what is left;
 * an unexpected exception here ends the process, which is the case above.
@@ -33,20 +35,23 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlm_kernel.children import forking, posix, worker
 from rlm_kernel.children.escalation import Escalation, Step
 from rlm_kernel.values import Graces
 from rlm_kernel.wire import messages as m
 from rlm_kernel.wire.anonymous import read_anonymous
-from rlm_kernel.wire.channel import Channel, ChannelBroken, ChannelClosed, close_fds
+from rlm_kernel.wire.channel import READS_PER_TURN, Channel, ChannelBroken, ChannelClosed, close_fds
 
 _PARENT_CHECK_S = 0.5
 """How often the parent is compared with the kernel's pid where there are no pidfds, and only there."""
+
+_LONGEST_POLL_MS = 3_600_000.0
+"""A poll takes no more than about 24 days, and a child may have been given a year."""
 
 _SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
@@ -131,7 +136,7 @@ class Nursery:
         now = time.monotonic()
         if self._kernel_pidfd is None and not self._leaving:
             due.append(now + _PARENT_CHECK_S)
-        return None if not due else max(0.0, min(due) - now) * 1000 + 0.5
+        return None if not due else min(max(0.0, min(due) - now) * 1000 + 0.5, _LONGEST_POLL_MS)
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -182,7 +187,7 @@ class Nursery:
 
     def _serve_root(self) -> None:
         try:
-            received = self._channel.receive()
+            received = self._channel.receive(READS_PER_TURN)
         except ChannelBroken as error:
             print(f"control channel broken: {error}", file=sys.stderr)
             self._leave()
@@ -320,21 +325,35 @@ def _reap_one(group_leaders: Container[int]) -> tuple[int, int] | None:
         return None
 
 
-def _warm_up(entry: str, preload: Sequence[str]) -> list[str]:
-    """Import and warm what children need. Returns warnings about what could not be loaded."""
-    warnings = []
-    for name in preload:
+def _load(options: dict[str, Any]) -> None:
+    """Import the preloads. One that leaves a thread behind is dropped: this process starts over without it, as the same process.
+
+    Args:
+        options: what `main` was given; what is to be told to the user is added to its ``warnings``.
+    """
+    for name in options["preload"]:
         try:
             importlib.import_module(name)
         except Exception as error:
-            warnings.append(f"preload {name!r} failed: {type(error).__name__}: {error}")
+            options["warnings"].append(f"preload {name!r} failed: {type(error).__name__}: {error}")
+        if posix.thread_count() > 1:
+            threads = ", ".join(posix.thread_names())
+            options["warnings"].append(
+                f"preload {name!r} was left out: it leaves threads behind ({threads}), and a process with threads cannot fork"
+            )
+            options["preload"] = [other for other in options["preload"] if other != name]
+            os.execv(sys.executable, [*sys.orig_argv[:-1], json.dumps(options)])
+
+
+def _warm_up(entry: str) -> list[str]:
+    """Warm what children need. Returns warnings."""
+    warnings = []
     if entry:
         module, _, name = entry.partition(":")
         getattr(importlib.import_module(module), name)()
     posix.warm_up()
-    if threading.active_count() > 1:
-        names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
-        warnings.append(f"warming up left threads behind ({names})")
+    if posix.thread_count() > 1:
+        warnings.append(f"warming up left threads behind ({', '.join(posix.thread_names())})")
     gc.collect()
     gc.freeze()
     return warnings
@@ -346,6 +365,8 @@ def main(argv: Sequence[str]) -> None:
     options = json.loads(argv[0])
     nursery = Nursery(socket.socket(fileno=options["control_fd"]), options["kernel_pid"], options["kernel_pidfd"])
     nursery.install_signals()
-    warnings = _warm_up(options["warm_up"], options["preload"])
+    options.setdefault("warnings", [])
+    _load(options)
+    warnings = [*options["warnings"], *_warm_up(options["warm_up"])]
     nursery.announce(time.monotonic() - began, warnings)
     nursery.run()

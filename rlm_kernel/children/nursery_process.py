@@ -1,11 +1,11 @@
 """The root's side of the nursery: start it, hold its channel, and end it.
 
-Who runs it: the supervisor's reactor thread starts it and talks to it; any thread may `kill` it. It owns the ``Popen`` object, the
-root's end of the control channel and a pidfd of the nursery.
+Who runs it: the supervisor's reactor thread starts it and talks to it; any thread may `kill` it. It owns the ``Popen``
+object, the root's end of the control channel and a pidfd of the nursery.
 
-How each step can fail: the exec fails (`NurseryError` with the reason); the nursery dies while it warms up (its pidfd becomes readable;
-the tail of its log says why); it does not read (messages queue up in the channel); it does not exit (`kill`: it is our own child and
-not reaped, so the signal cannot hit another process).
+How each step can fail: the exec fails (`NurseryError` with the reason); the nursery dies while it warms up (its pidfd
+becomes readable; the tail of its log says why); it does not read (messages queue up in the channel); it does not exit
+(`kill`: it is our own child and not reaped, so the signal cannot hit another process).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class NurseryProcess:
         self.marker = marker
         self._log_path = log_path
         self.ready = False
+        self._pidfd_lock = threading.Lock()
 
     @property
     def pid(self) -> int:
@@ -113,10 +115,12 @@ class NurseryProcess:
 
     def kill(self) -> None:
         """Send SIGKILL; harmless if it is gone. Its children follow by their parent-death signal."""
-        if self.pidfd is not None:
-            posix.signal_pidfd(self.pidfd, signal.SIGKILL)
-        else:
-            self._process.kill()
+        # Any thread may call this while another closes: a pidfd's number, once closed, may name another process.
+        with self._pidfd_lock:
+            if self.pidfd is not None:
+                posix.signal_pidfd(self.pidfd, signal.SIGKILL)
+            else:
+                self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its exit and reap it. Returns whether it is gone."""
@@ -144,9 +148,10 @@ class NurseryProcess:
     def close(self) -> None:
         """Close the channel and the pidfd. May be called twice."""
         self.channel.close()
-        if self.pidfd is not None:
-            pidfd, self.pidfd = self.pidfd, None
-            close_fds([pidfd])
+        with self._pidfd_lock:
+            if self.pidfd is not None:
+                pidfd, self.pidfd = self.pidfd, None
+                close_fds([pidfd])
 
 
 def _open_log(path: str) -> int:

@@ -1,8 +1,8 @@
 """Deliver notifications to callbacks of the user's, off the lifecycle path.
 
-Who runs it: callbacks run on one daemon thread, started with the first notification. Any thread may publish; publishing never
-blocks. The queue is bounded: when a callback blocks, later notifications are dropped and counted. A callback that raises is logged,
-and changes nothing else.
+Who runs it: callbacks run on one daemon thread, started with the first notification. Any thread may publish; publishing
+never blocks. The queue is bounded: when a callback blocks, later notifications are dropped and counted. A callback that
+raises is logged, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ class ObserverThread:
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="rlm-observers", daemon=True)
         hide_from_debugger(thread)
+        self._thread = thread  # before the start: an interrupt in mid-start must not lead to a second thread
         try:
             thread.start()
         except RuntimeError as error:
             _log.warning("no thread for observers (%s); notifications are dropped", error)
-            self._closed = True
-            return
-        self._thread = thread
+            self._closed, self._thread = True, None
 
     def _run(self) -> None:
         while True:
@@ -62,11 +61,24 @@ class ObserverThread:
                 return
             try:
                 notification()
-            except Exception:
+            except BaseException:
+                # SystemExit, too: it would end this thread, and with it every later notification.
                 _log.warning("an observer callback raised", exc_info=True)
 
+    def flush(self, timeout_s: float = 1.0) -> bool:
+        """Wait until what was published before this call has been delivered.
+
+        Returns:
+            whether it was, within the timeout (a callback may be blocked).
+        """
+        delivered = threading.Lock()
+        delivered.acquire()
+        self.publish(delivered.release)
+        return delivered.acquire(timeout=timeout_s)
+
     def close(self, timeout_s: float = 1.0) -> None:
-        """Deliver what is queued and end the thread. One that is blocked in a callback is left behind after the timeout.
+        """Deliver what is queued and end the thread. One that is blocked in a callback is left behind after the
+        timeout.
 
         Args:
             timeout_s: seconds to wait for callbacks that still run.

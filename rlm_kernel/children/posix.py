@@ -1,8 +1,9 @@
 """Small wrappers over what the operating system offers for watching and containing processes.
 
-Each returns None or False where the platform lacks it, so that callers state their fallback. Nothing here signals a process by a
-pid that it does not know to be pinned: `signal_pidfd` takes a pidfd, and whoever calls ``os.kill`` with a pid must be its parent and
-not have reaped it.
+Each returns None or False where the platform lacks it, so that callers state their fallback. Nothing here signals a
+process by a
+pid that it does not know to be pinned: `signal_pidfd` takes a pidfd, and whoever calls ``os.kill`` with a pid must be
+its parent and not have reaped it.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def open_pidfd(pid: int) -> int | None:
     """Open a pidfd of a process that the caller knows to be the right one (its own child, or itself).
 
     Returns:
-        a close-on-exec descriptor that becomes readable when the process exits; None if the platform has none or no descriptor
-        is free.
+        a close-on-exec descriptor that becomes readable when the process exits; None if the platform has none or no
+        descriptor is free.
     """
     if not IS_LINUX:
         return None
@@ -132,6 +133,27 @@ def thread_count() -> int:
         return threading.active_count()
 
 
+def thread_names() -> list[str]:
+    """Name the threads of this process other than the main one: Python's names, and the operating system's for native ones."""
+    import threading
+
+    python = {t.native_id: t.name for t in threading.enumerate()}
+    try:
+        ids = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    names = []
+    for tid in sorted(ids):
+        if tid == os.getpid():
+            continue
+        try:
+            comm = Path(f"/proc/self/task/{tid}/comm").read_text("utf-8", "replace").strip()
+        except OSError:
+            continue
+        names.append(python.get(tid) or f"native thread {comm!r}")
+    return names
+
+
 def parent_and_state(pid: int) -> tuple[int, str] | None:
     """Return the parent pid and the state letter of a process, None if it is gone."""
     try:
@@ -141,6 +163,14 @@ def parent_and_state(pid: int) -> tuple[int, str] | None:
     # The command name may hold spaces and parentheses; the fields after the last one are regular.
     fields = stat[stat.rindex(b")") + 2 :].split()
     return int(fields[1]), fields[0].decode()
+
+
+def session_of(pid: int) -> int | None:
+    """Return the session id of a process, None if it is gone."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def all_pids() -> Iterator[int]:

@@ -1,8 +1,9 @@
 """The capped log of what a child writes to its standard output and standard error.
 
-The supervisor thread owns it: it reads the pipe that is the child's fd 1 and 2, so a child can neither fill the disk nor lose lines
-when it is killed. The file keeps the first `CAP_BYTES`; what comes after is counted, and the last `TAIL_BYTES` of everything are kept for the
-status and appended at the end. A full disk never loses the child: the error is remembered and writing stops.
+The supervisor thread owns it: it reads the pipe that is the child's fd 1 and 2, so a child can neither fill the disk
+nor lose lines when it is killed. The file keeps the first `CAP_BYTES`; what comes after is counted, and the last
+`TAIL_BYTES` of everything are kept for the status and appended at the end. A full disk never loses the child: the error
+is remembered and writing stops.
 """
 
 from __future__ import annotations

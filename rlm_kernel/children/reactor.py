@@ -1,9 +1,10 @@
 """The supervisor's I/O thread: the nursery's channel, every child's channel and log pipe, timers.
 
-Who runs it: one daemon thread of the root process, started with the first child. Other threads hand it work with `post`, which never
-blocks. It owns the `NurseryProcess`, the root's end of every child's channel, the read end of every log pipe, and the raw logs. It
-decides nothing: everything that happens is told to its owner (the supervisor), which takes its own lock for it. No lock is held here
-while the owner is called.
+Who runs it: one daemon thread of the root process, started with the first child. Other threads hand it work with
+`post`, which never blocks. It owns the `NurseryProcess`, the root's end of every child's channel, the read end of every
+log pipe, and the raw logs. It
+decides nothing: everything that happens is told to its owner (the supervisor), which takes its own lock for it. No lock
+is held here while the owner is called.
 
 How each step can fail, and what then happens:
 
@@ -12,8 +13,8 @@ How each step can fail, and what then happens:
 * a child's channel breaks or holds garbage: ``on_broken``; the owner stops the child. End-of-file proves nothing and is only
   unregistered;
 * the nursery dies, closes its channel or sends garbage: it is killed, its children with it, what they had started is found by its
-  marker; each exit is confirmed through the child's pidfd and told by ``on_exited``, or ``on_unconfirmed``. The next launch starts a new
-  nursery;
+  marker; each exit is confirmed through the child's pidfd and told by ``on_exited``, or ``on_unconfirmed``. The next
+  launch starts a new nursery;
 * an unexpected exception in the loop: logged, and handled like a nursery that died, so that no child outlives the confusion.
 """
 
@@ -224,9 +225,7 @@ class Reactor:
             nursery = self._nursery = self._start_nursery()
             self._selector.register(nursery.channel.fileno(), selectors.EVENT_READ, self._serve_nursery)
             if nursery.pidfd is not None:
-                self._selector.register(
-                    nursery.pidfd, selectors.EVENT_READ, lambda _mask: self._lose_nursery("") if self._nursery else None
-                )
+                self._selector.register(nursery.pidfd, selectors.EVENT_READ, lambda _mask: self._lose_nursery(""))
         return self._nursery
 
     def _serve_nursery(self, _mask: int) -> None:

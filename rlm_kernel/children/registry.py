@@ -1,12 +1,14 @@
-"""The tree of children of one episode: lineage, limits, the queue and the waiters. No I/O, no threads, no clock but ``monotonic``.
+"""The tree of children of one episode: lineage, limits, the queue and the waiters. No I/O, no threads, no clock but
+``monotonic``.
 
-The registry decides, the supervisor acts: every method changes records and leaves behind *effects*, which the supervisor takes and
-carries out after it has released its lock (a launch, a stop, a callback to run).
+The registry decides, the supervisor acts: every method changes records and leaves behind *effects*, which the
+supervisor takes and carries out after it has released its lock (a launch, a stop, a callback to run).
 
-Slots. ``max_concurrent_children`` bounds children that hold a slot: those whose process runs. A child that waits for its own
-children gives its slot back. When its wait is over it is *woken*: it gets the next free slot, before any queued child; a wait that
-ran into its timeout is answered at once, above the limit if need be, so a timeout is never late. If every slot is held by ancestors
-of queued children, nothing could ever move; then one queued child starts above the limit.
+Slots. ``max_concurrent_children`` bounds children that hold a slot: those whose process runs. A child that waits for
+its own children gives its slot back. When its wait is over it is *woken*: it gets the next free slot, before any queued
+child; a wait that ran into its timeout is answered at once, above the limit if need be, so a timeout is never late. If
+every slot is held by ancestors of queued or woken children, nothing could ever move; then one of those goes on above
+the limit, woken ones first.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class Registry:
     _effects: list[Effect] = field(default_factory=list)
     _last_number: int = 0
     _started_in_episode: int = 0
+    _stopping: int = 0
 
     # -- effects
 
@@ -218,15 +221,25 @@ class Registry:
                 pass
 
     def _stop_descendants(self, record: ChildRecord, graces: Graces | None) -> None:
-        for child in record.children:
-            if not child.ended:
-                self.apply(child, Event.STOP, graces=graces)
+        self.stop(record.children, graces)
 
-    def stop(self, records: Iterable[ChildRecord], graces: Graces) -> None:
-        """Ask children and all their descendants to stop."""
-        for record in records:
-            if not record.ended:
-                self.apply(record, Event.STOP, graces=graces)
+    def stop(self, records: Iterable[ChildRecord], graces: Graces | None) -> None:
+        """Ask children and all their descendants to stop. No slot is given away before each of them has been told."""
+        self._stopping += 1
+        try:
+            for record in records:
+                if not record.ended:
+                    self.apply(record, Event.STOP, graces=graces)
+        finally:
+            self._stopping -= 1
+        self.dispatch()
+
+    def never_started(self, record: ChildRecord, error: str) -> None:
+        """No process came to be for this child, and none will."""
+        if record.pid is not None or record.exit_seen:
+            return
+        self.apply(record, Event.SPAWN_FAILED, error=error)
+        record.exit_seen = True
 
     def exited(self, record: ChildRecord, code: int | None, error: str | None = None) -> None:
         """The child's process is confirmed gone. The child has ended once its descendants have ended, too."""
@@ -275,19 +288,23 @@ class Registry:
 
     def dispatch(self) -> None:
         """Give free slots away: first to woken waiters, then to the queue, first in, first out."""
-        while self._woken and self._has_free_slot():
-            record, answer = self._woken.popleft()
-            self._resume(record, answer)
-        while self._queue and (self._has_free_slot() or self._is_stuck()):
-            self.apply(self._queue.popleft(), Event.SLOT)
+        if self._stopping:
+            return
+        # One that runs (another thread of it had waited, too) or is being stopped needs no slot to be answered.
+        for entry in [entry for entry in self._woken if entry[0].phase is not Phase.WAITING]:
+            self._woken.remove(entry)
+            self._resume(*entry)
+        while (self._woken or self._queue) and (self._has_free_slot() or self._is_stuck()):
+            if self._woken:
+                self._resume(*self._woken.popleft())
+            else:
+                self.apply(self._queue.popleft(), Event.SLOT)
 
     def _has_free_slot(self) -> bool:
         return sum(record.holds_slot for record in self._live.values()) < self.limits.max_concurrent_children
 
     def _is_stuck(self) -> bool:
-        if self._woken:
-            return False
-        blocking = {id(a) for queued in self._queue for a in queued.ancestors()}
+        blocking = {id(a) for record in (*self._queue, *(who for who, _ in self._woken)) for a in record.ancestors()}
         return all(id(record) in blocking for record in self._live.values() if record.holds_slot)
 
     # -- waiting
@@ -330,8 +347,16 @@ class Registry:
         """
         if record.phase is not Phase.WAITING or at_once:
             self._resume(record, answer)
+            self.dispatch()
         else:
             self._woken.append((record, answer))
+            self.dispatch()
+
+    def time_is_up(self, record: ChildRecord, answer: Callback) -> None:
+        """The timeout of a wait has passed: if it is over but its child still waits for a slot, resume it at once."""
+        if (record, answer) in self._woken:
+            self._woken.remove((record, answer))
+            self._resume(record, answer)
             self.dispatch()
 
     def _resume(self, record: ChildRecord, answer: Callback) -> None:

@@ -2,14 +2,15 @@
 
 Theory of operation
 -------------------
-A child is in one *phase*; things happen to it as *events*. `TRANSITIONS` holds every legal pair and gives the next phase and what
-its owner, the supervisor, must do. A pair that is not listed raises `IllegalTransition` and changes nothing: "do nothing" is
-written down as a decision.
+A child is in one *phase*; things happen to it as *events*. `TRANSITIONS` holds every legal pair and gives the next
+phase and what its owner, the supervisor, must do. A pair that is not listed raises `IllegalTransition` and changes
+nothing: "do nothing" is written down as a decision.
 
-What is wanted is kept apart from what is. The first event that decides how the child shall end (an answer, a failure report, a stop,
-a timeout, a limit) is remembered by the caller as the child's *outcome*; the phase says how far the process is on its way there. A
-terminal phase is only entered on `Event.EXITED`, which means confirmed exit, or on `Event.GIVEN_UP`, which a stop raises for a process
-that it could not confirm in time. So "done" implies "gone" unless a cleanup error said otherwise::
+What is wanted is kept apart from what is. The first event that decides how the child shall end (an answer, a failure
+report, a stop, a timeout, a limit) is remembered by the caller as the child's *outcome*; the phase says how far the
+process is on its way there. A terminal phase is only entered on `Event.EXITED`, which means confirmed exit, or on
+`Event.GIVEN_UP`, which a stop raises for a process that it could not confirm in time. So "done" implies "gone" unless a
+cleanup error said otherwise::
 
     QUEUED ──SLOT──► STARTING ──STARTED──► RUNNING ◄──WAIT_ENDED/WAIT_BEGAN──► WAITING
       │                 │                     │ ANSWER/FAILURE ─► ENDING ─EXITED─┐
@@ -132,6 +133,7 @@ TRANSITIONS: dict[tuple[Phase, Event], tuple[Phase, Action]] = {
     (P.STOPPING, E.GIVEN_UP): (P.ENDED, A.FINISH),
     # Terminal. A process that was given up may still be confirmed later; late messages of a drained channel change nothing.
     (P.ENDED, E.STARTED): (P.ENDED, A.NOTHING),
+    (P.ENDED, E.SPAWN_FAILED): (P.ENDED, A.NOTHING),
     (P.ENDED, E.WAIT_BEGAN): (P.ENDED, A.NOTHING),
     (P.ENDED, E.WAIT_ENDED): (P.ENDED, A.NOTHING),
     (P.ENDED, E.ANSWER): (P.ENDED, A.NOTHING),

@@ -1,24 +1,27 @@
 """The supervisor: admits, tracks and stops every child of every depth. Lives in the root process.
 
-Who runs it: any thread of the root process may call the public methods; what comes from the nursery and from the children arrives on
-the reactor's thread. One plain lock guards the registry and its records. It is held for dictionary work only: never across a fork, a
-callback, a wait or I/O that could block. What is to be done after a decision (*effects*) is taken out under the lock and carried out
-after it is released.
+Who runs it: any thread of the root process may call the public methods; what comes from the nursery and from the
+children arrives on the reactor's thread. One plain lock guards the registry and its records. It is held for dictionary
+work only: never across a fork, a callback, a wait or I/O that could block. What is to be done after a decision
+(*effects*) is taken out under the lock and carried out after it is released.
 
 It owns the registry, the reactor and the pidfd of every child whose exit is not confirmed.
 
-`stop` is the one way in which children are ended from outside. It runs on the caller's thread (a lifecycle thread, not the reactor), so
-it ends in time even if the nursery or the reactor does not answer:
+`stop` is the one way in which children are ended from outside. It runs on the caller's thread (a lifecycle thread, not
+the reactor), so it ends in time even if the nursery or the reactor does not answer:
 
 1. the children are marked as stopping and the nursery is told: request, SIGTERM, SIGKILL, each after its grace;
-2. if their exits are not confirmed when SIGKILL is due and a little more, the supervisor kills them itself through their pidfds;
+2. if their exits are not confirmed when SIGKILL is due and a little more, the supervisor kills them itself through
+their pidfds;
 3. if that does not help, it kills the nursery, and the parent-death signal ends whatever it had forked;
-4. what cannot be confirmed then, by the nursery's report or by pidfd, is returned as survivors. It is never silently dropped.
+4. what cannot be confirmed then, by the nursery's report or by pidfd, is returned as survivors. It is never silently
+dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -85,7 +88,8 @@ class Supervisor:
 
     Args:
         settings: how to start nurseries.
-        paths: gives log path and trajectory path for a child id; empty strings for none. Called under the lock: it only names.
+        paths: gives log path and trajectory path for a child id; empty strings for none. Called under the lock: it only
+        names.
         on_change: called on the observer thread with a status whenever a child changes its state.
         on_warning: called on the observer thread with one line for the user.
     """
@@ -127,7 +131,13 @@ class Supervisor:
     def prepare(self) -> None:
         """Start a nursery now, so that the first child need not wait for it."""
         self._check_process()
-        self._reactor.post(self._reactor.ensure_nursery)
+        self._reactor.post(self._prepare)
+
+    def _prepare(self) -> None:
+        try:
+            self._reactor.ensure_nursery()
+        except NurseryError as error:
+            _log.warning("%s", error)  # the first child will try again, and fail with this if it must
 
     def _start_nursery(self) -> NurseryProcess:
         s = self.settings
@@ -239,7 +249,8 @@ class Supervisor:
         return [self._registry.find(child_id, caller, episode) for child_id, episode in refs]
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None = None, *, any_: bool = False) -> list[ChildStatus]:
-        """Wait, on behalf of the root, until all (or any) of the children have ended. A timeout changes nothing about them.
+        """Wait, on behalf of the root, until all (or any) of the children have ended. A timeout changes nothing about
+        them.
 
         The wait is interruptible by signals, and thread-safe.
         """
@@ -312,7 +323,9 @@ class Supervisor:
         tally = _StopTally()
         with self._lock:
             named = self._registry.live() if refs is None else self._find(refs, None)
-            targets = [r for n in named for r in (n, *n.descendants()) if not r.ended or (r.given_up and not r.exit_seen)]
+            targets = [
+                r for n in named for r in (n, *n.descendants()) if not r.ended or (r.given_up and not r.exit_seen)
+            ]
             targets = list(dict.fromkeys(targets))
             if refs is None:
                 targets += [r for r in self._registry.records.values() if r.given_up and not r.exit_seen]
@@ -448,8 +461,7 @@ class Supervisor:
         for warning in warnings:
             _log.warning("nursery: %s", warning)
             if self._on_warning is not None:
-                on_warning = self._on_warning
-                self.observers.publish(lambda warning=warning: on_warning(warning))  # type: ignore[misc]
+                self.observers.publish(functools.partial(self._on_warning, warning))
 
     def on_started(self, child_id: str, pid: int, pidfd: int | None) -> None:
         kept = False
@@ -543,8 +555,11 @@ class Supervisor:
 
     def _serve_spawn(self, child_id: str, ask: m.AskSpawn, fds: tuple[int, ...]) -> None:
         caller = self._caller(child_id)
+        if caller is None:
+            close_fds(fds)
+            return
         specs, rest = [], list(fds)
-        for wanted in ask.specs if caller is not None else ():
+        for wanted in ask.specs:
             attachments, rest = tuple(rest[: wanted.attachments]), rest[wanted.attachments :]
             specs.append(
                 ChildSpec(
@@ -563,8 +578,6 @@ class Supervisor:
                 )
             )
         close_fds(rest)
-        if caller is None:
-            return
         self._answer(child_id, ask.request, lambda: self.start(specs, caller))
 
     def _serve_status(self, child_id: str, ask: m.AskStatus) -> None:

@@ -1,7 +1,8 @@
 """Find and kill processes by the environment marker that everything started below a nursery carries.
 
-For what no parent can confirm any more: the nursery was killed, so its children were re-parented, and what they had started may have
-survived them. A pidfd is opened first and the marker is read after that, so a pid that was reused in between is never signalled.
+For what no parent can confirm any more: the nursery was killed, so its children were re-parented, and what they had
+started may have survived them. A pidfd is opened first and the marker is read after that, so a pid that was reused in
+between is never signalled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The child's side: what runs in a forked process between the fork and its exit.
 
-Who runs it: `be_child` runs in the child, on its main and (until user code starts others) only thread. It owns the child's end of
-the channel through `Link`.
+Who runs it: `be_child` runs in the child, on its main and (until user code starts others) only thread. It owns the
+child's end of the channel through `Link`.
 
 How each step can fail, and what then happens:
 
@@ -61,9 +61,9 @@ class _Pending:
 class Link:
     """The child's end of its channel. Thread-safe: requests of several threads may be under way at once.
 
-    One waiting thread at a time is the leader: it reads the channel and hands each reply to the request it belongs to. When its own
-    reply has come, it passes leadership on. So no reader thread is needed, and the child stays single-threaded unless user code
-    decides otherwise.
+    One waiting thread at a time is the leader: it reads the channel and hands each reply to the request it belongs to.
+    When its own reply has come, it passes leadership on. So no reader thread is needed, and the child stays
+    single-threaded unless user code decides otherwise.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -164,7 +164,9 @@ class Link:
 
     def _read_replies(self) -> None:
         self._channel.wait_readable()
-        for message, fds in self._channel.receive():
+        with self._shielded():
+            received = self._channel.receive()
+        for message, fds in received:
             close_fds(fds)
             if isinstance(message, m.Reply) and (pending := self._pending.get(message.request)) is not None:
                 pending.reply = message
@@ -228,12 +230,17 @@ def _run(link: Link, start: m.Start) -> int:
     except StopRequested:
         raise
     except BaseException as error:
-        link.notify(m.Failure(_readable(error)))
+        link.notify(m.Failure(_sendable(_readable(error))))
         return EXIT_NO_ANSWER
     # From here on a stop finds the work done: the answer goes out whole, and the exit follows at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link.notify(m.Answer(answer))
+    link.notify(m.Answer(_sendable(answer)))
     return 0
+
+
+def _sendable(text: str) -> str:
+    """Replace what UTF-8 cannot hold (lone surrogates, as in undecodable file names), so that no answer is lost over it."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _readable(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable
 from typing import TextIO
 
 CAPTURE_LIMIT = 200_000
@@ -10,7 +12,8 @@ CAPTURE_LIMIT = 200_000
 
 
 class BoundedText:
-    """Text that keeps its first and last halves.
+    """Text that keeps its first and last halves. Thread-safe; adding takes constant time on average, however much was
+    added.
 
     Args:
         limit: characters to keep in all.
@@ -20,24 +23,38 @@ class BoundedText:
         self._half = max(1, limit // 2)
         self._head: list[str] = []
         self._head_length = 0
-        self._tail = ""
+        self._tail: list[str] = []
+        self._tail_length = 0
         self._total = 0
+        # Reentrant: a signal handler may print while the main thread is in `add`.
+        self._lock = threading.RLock()
 
     def add(self, text: str) -> None:
-        self._total += len(text)
-        room = self._half - self._head_length
-        if room > 0:
-            self._head.append(text[:room])
-            self._head_length += min(room, len(text))
-            text = text[room:]
-        if text:
-            self._tail = (self._tail + text)[-self._half :]
+        with self._lock:
+            self._total += len(text)
+            room = self._half - self._head_length
+            if room > 0:
+                self._head.append(text[:room])
+                self._head_length += min(room, len(text))
+                text = text[room:]
+            if text:
+                self._tail.append(text)
+                self._tail_length += len(text)
+                if self._tail_length > 2 * self._half:
+                    self._cut_tail()
+
+    def _cut_tail(self) -> None:
+        kept = "".join(self._tail)[-self._half :]
+        self._tail, self._tail_length = [kept], len(kept)
 
     def value(self) -> str:
         """Return what was kept, with a line that says what was left out."""
-        left_out = self._total - self._head_length - len(self._tail)
-        middle = f"\n[... {left_out} of {self._total} characters left out ...]\n" if left_out else ""
-        return "".join(self._head) + middle + self._tail
+        with self._lock:
+            if self._tail_length > self._half:
+                self._cut_tail()
+            left_out = self._total - self._head_length - self._tail_length
+            middle = f"\n[... {left_out} of {self._total} characters left out ...]\n" if left_out else ""
+            return "".join(self._head) + middle + "".join(self._tail)
 
 
 class CapturingStream(io.TextIOBase):
@@ -46,12 +63,14 @@ class CapturingStream(io.TextIOBase):
     Args:
         echo: where to pass it on, None for nowhere.
         original: the stream that this one stands in for; what is not writing (``fileno``, ``buffer``, …) goes there.
+        conceal: applied to each text that is passed on (which ends up in a log), not to what is kept.
     """
 
-    def __init__(self, original: TextIO, echo: TextIO | None) -> None:
+    def __init__(self, original: TextIO, echo: TextIO | None, conceal: Callable[[str], str] | None = None) -> None:
         self._text = BoundedText()
         self._original = original
         self._echo = echo
+        self._conceal = conceal
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -65,7 +84,7 @@ class CapturingStream(io.TextIOBase):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._text.add(text)
         if self._echo is not None:
-            self._echo.write(text)
+            self._echo.write(text if self._conceal is None else self._conceal(text))
         return len(text)
 
     def flush(self) -> None:

@@ -1,7 +1,8 @@
 """Record the final answer of one run: ``FINAL``, ``FINAL_VAR``, the ``answer`` dict, and lines of output.
 
-An answer counts when the cell that gave it has ended well. So a cell's finalization is *pending* until `end_cell`, which keeps it, or
-drops it if the cell raised. The first answer that counts stays; later ones are ignored until the run is reset.
+An answer counts when the cell that gave it has ended well. So a cell's finalization is *pending* until `end_cell`,
+which keeps it, or drops it if the cell raised. The first answer that counts stays; later ones are ignored until the run
+is reset.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class Finalization:
     def partial_answer(self) -> str | None:
         """Return the non-empty ``answer["content"]``, None if there is none."""
         content = self.answer_dict.get("content")
-        return None if content is None or content == "" else str(content)
+        # Compared by type first: an array or a table would answer ``== ""`` element by element.
+        return None if content is None or (isinstance(content, str) and not content) else str(content)
 
     def reset(self) -> None:
         """Begin anew: no answer, a fresh ``answer`` dict."""

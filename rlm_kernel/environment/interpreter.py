@@ -1,11 +1,11 @@
 """Run blocks of code in an IPython shell and capture what comes of them.
 
-One interpreter serves the notebook's own shell (ZMQ, with a running event loop) and the shell that lives in each child. While a
-block runs, everything that IPython would send to a front end is turned into text: ``print``, the repr of a trailing expression,
-``display``, tracebacks. Magics, ``!cmd`` and top-level ``await`` work.
+One interpreter serves the notebook's own shell (ZMQ, with a running event loop) and the shell that lives in each child.
+While a block runs, everything that IPython would send to a front end is turned into text: ``print``, the repr of a
+trailing expression, ``display``, tracebacks. Magics, ``!cmd`` and top-level ``await`` work.
 
-Who runs it: the thread that calls `execute`, usually the main thread. A KeyboardInterrupt (also a child's cooperative stop) that ends
-the block is raised again after the capture, so that nobody above mistakes it for an error of the code.
+Who runs it: the thread that calls `execute`, usually the main thread. A KeyboardInterrupt (also a child's cooperative
+stop) that ends the block is raised again after the capture, so that nobody above mistakes it for an error of the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlm_kernel.environment.capture import CapturingStream
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 REPR_LIMIT = 500
 """Characters of a variable's repr that a result keeps."""
+
+_UNWIND_S = 0.5
+"""Seconds that an interrupted coroutine is given to unwind while its output is still captured; code may refuse to."""
+
+_LAST_RESULTS = ("_", "__", "___")
+"""Names that a display hook sets to empty texts when it is made; the notebook's own values are put back."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -55,11 +61,15 @@ class Interpreter:
     Args:
         shell: the shell.
         echo: whether what is captured is also written to the streams that were there before.
+        conceal: applied to what is written there.
     """
 
-    def __init__(self, shell: InteractiveShell, *, echo: bool = True) -> None:
+    def __init__(
+        self, shell: InteractiveShell, *, echo: bool = True, conceal: Callable[[str], str] | None = None
+    ) -> None:
         self._shell = shell
         self._echo = echo
+        self._conceal = conceal
         self._running = False
 
     @property
@@ -76,16 +86,17 @@ class Interpreter:
         """
         if self._running:
             raise RuntimeError("this REPL is running a block already; code in a block cannot run another one in it")
-        self._running = True
         began = time.monotonic()
         before = dict(self.namespace)
         try:
+            self._running = True
             with self._captured() as (out, err):
                 result = self._run(code)
         finally:
             self._running = False
         error = result.error_before_exec or result.error_in_exec
-        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+        # A CancelledError is no interrupt: it comes from a task that the code itself cancelled, and is shown to the model.
+        if isinstance(error, KeyboardInterrupt):
             raise error
         return CodeResult(
             stdout=out.value(),
@@ -99,7 +110,8 @@ class Interpreter:
     def _run(self, code: str) -> ExecutionResult:
         shell = self._shell
         if not _loop_is_running() or not self._needs_loop(code):
-            return shell.run_cell(code, store_history=False)
+            result: ExecutionResult = shell.run_cell(code, store_history=False)
+            return result
         return _run_in_own_loop(lambda: shell.run_cell_async(code, store_history=False, **self._transformed(code)))
 
     def _transformed(self, code: str) -> dict[str, Any]:
@@ -125,7 +137,9 @@ class Interpreter:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
+            last_results = {name: shell.user_ns[name] for name in _LAST_RESULTS if name in shell.user_ns}
             hook = _plain_display_hook()(shell=shell, cache_size=0)
+            shell.user_ns.update(last_results)
             stack.enter_context(_attribute(shell, "displayhook", hook))
             stack.enter_context(_attribute(shell.display_trap, "hook", hook))
             stack.enter_context(_attribute(shell, "display_pub", DisplayPublisher(shell=shell)))
@@ -134,7 +148,7 @@ class Interpreter:
             yield out, err
 
     def _stream(self, original: TextIO) -> CapturingStream:
-        return CapturingStream(original, original if self._echo else None)
+        return CapturingStream(original, original if self._echo else None, self._conceal)
 
 
 @functools.cache
@@ -178,9 +192,10 @@ def _loop_is_running() -> bool:
 
 
 def _run_in_own_loop(make: Any) -> ExecutionResult:
-    """Run a coroutine to its end in a loop of its own on a thread of its own, since this thread's loop is busy running us.
+    """Run a coroutine to its end in a loop of its own on a thread of its own, since this thread's loop is busy running
+    us.
 
-    An interrupt of the waiting thread cancels the coroutine and waits for it to unwind.
+    An interrupt of the waiting thread cancels the coroutine and gives it `_UNWIND_S` seconds to unwind.
     """
     outcome: list[Any] = []
     loop = asyncio.new_event_loop()
@@ -204,6 +219,7 @@ def _run_in_own_loop(make: Any) -> ExecutionResult:
     except KeyboardInterrupt:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        done.acquire(timeout=_UNWIND_S)
         raise
     result = outcome[0]
     if isinstance(result, BaseException):

@@ -1,7 +1,9 @@
-"""The run of one child: what `rlm_kernel.children.worker` calls in the forked process, and what the nursery warms up for it.
+"""The run of one child: what `rlm_kernel.children.worker` calls in the forked process, and what the nursery warms up
+for it.
 
-Who runs it: `warm_up` in the nursery, before it forks anything; `run` in the child, on its main thread. The order in `run` matters: the
-client is built while the environment still has its secrets, which are removed before any code of the model's runs.
+Who runs it: `warm_up` in the nursery, before it forks anything; `run` in the child, on its main thread. The order in
+`run` matters: the client is built while the environment still has its secrets, which are removed before any code of the
+model's runs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.children.worker import Link, StopRequested
 from rlm_kernel.clients.base import build_client
-from rlm_kernel.credentials import secret_values
+from rlm_kernel.credentials import redact, secret_values
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.environment.interpreter import Interpreter, make_shell
 from rlm_kernel.errors import ChildFailedError
@@ -22,11 +24,11 @@ from rlm_kernel.loop.prompts import PromptFeatures
 from rlm_kernel.loop.runner import LoopRunner, RunEvents
 from rlm_kernel.loop.trajectory import RunMetadata, TrajectoryWriter
 from rlm_kernel.session import contexts
-from rlm_kernel.session.helpers import HELPER_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
 from rlm_kernel.session.model_repl import ModelREPL
 from rlm_kernel.session.models import ModelAccess
 from rlm_kernel.session.ports import LinkPort
-from rlm_kernel.session.tasks import unpack_inherited, unpack_task
+from rlm_kernel.session.tasks import Inherited, sendable_text, unpack_inherited, unpack_task
 from rlm_kernel.wire import messages as m
 
 if TYPE_CHECKING:
@@ -70,8 +72,9 @@ def run(link: Link, start: m.Start) -> str:
     attachments, link.attachments = link.attachments, ()
     context = task.prompt if task.context is None else contexts.decode(task.context, attachments)
 
-    interpreter = Interpreter(shell())
-    finalization, functions = _furnish(link, interpreter, models, inherited.max_depth, start, context)
+    # What code prints goes to the log as well, where no secret may stand.
+    interpreter = Interpreter(shell(), conceal=functools.partial(redact, secrets=secrets))
+    finalization, functions = _furnish(link, interpreter, models, inherited, start, context)
     if task.context is not None:
         interpreter.namespace["task"] = task.prompt
     repl = ModelREPL(interpreter, finalization, models, context, functions)
@@ -84,6 +87,7 @@ def run(link: Link, start: m.Start) -> str:
             run_id=start.id,
             parent_id=start.parent_id,
             depth=start.depth,
+            task=task.prompt,
         ),
         secrets=secrets,
     ) as trajectory:
@@ -105,7 +109,7 @@ def run(link: Link, start: m.Start) -> str:
         raise ChildFailedError(
             f"the run ended without an answer ({result.stop_reason} after {result.iterations} iterations)"
         )
-    return result.answer.text
+    return sendable_text(result.answer.text)
 
 
 def _check_stop(link: Link, messages: list[Any]) -> list[Any]:
@@ -122,19 +126,19 @@ def features(depth: int, max_depth: int) -> PromptFeatures:
 
 
 def _furnish(
-    link: Link, interpreter: Interpreter, models: ModelAccess, max_depth: int, start: m.Start, context: Any
+    link: Link, interpreter: Interpreter, models: ModelAccess, inherited: Inherited, start: m.Start, context: Any
 ) -> tuple[Finalization, dict[str, Any]]:
     """Put the helpers, ``context`` and ``answer`` into the namespace."""
-    hidden = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit", "quit", "open", "get_ipython"))
-    finalization = Finalization(lambda: interpreter.namespace, lambda: hidden)
+    finalization = Finalization(lambda: interpreter.namespace, lambda: HIDDEN_NAMES)
     port = LinkPort(link)
     helpers = Helpers(
         HelperEnvironment(
             children=lambda: port,
             models=lambda: models,
             depth=start.depth,
-            max_depth=lambda: max_depth,
+            max_depth=lambda: inherited.max_depth,
             episode_id=lambda: start.id,
+            batch_limit=lambda: inherited.max_children_per_batch,
         ),
         finalization,
     )

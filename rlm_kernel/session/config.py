@@ -1,6 +1,7 @@
 """Settings: traitlets configuration, then the environment, then ``%rlm config``; each later one wins.
 
-The class is called `RLM`, so ``c.RLM.model = "openai/gpt-5-mini"`` in the kernel's usual config files sets the model. Every value, wherever
+The class is called `RLM`, so ``c.RLM.model = "openai/gpt-5-mini"`` in the kernel's usual config files sets the model.
+Every value, wherever
 it comes from, meets the same checks: those of `ManagedChildConfig`.
 """
 
@@ -96,7 +97,8 @@ _traits: dict[str, Any] = {
     for name, setting in SETTINGS.items()
 }
 
-RLM: type[Configurable] = type(Configurable)(
+_make_class: Any = type(Configurable)
+RLM: type[Configurable] = _make_class(
     "RLM", (Configurable,), {"__doc__": "Settings of the RLM kernel.", "__module__": __name__, **_traits}
 )
 """The settings as config files see them: ``c.RLM.name = value``. One trait for each entry of `SETTINGS`."""
@@ -116,16 +118,19 @@ class Settings:
     def __init__(self, configured: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self._values = dict(_DEFAULTS)
         self.warnings: list[str] = []
-        for name, value in (configured or {}).items():
-            self._change(name, value)
-        for name, setting in SETTINGS.items():
-            if setting.env and environ.get(setting.env, "").strip():
-                self._change(name, self._parse(name, environ[setting.env], setting.env), shown=setting.env)
+        self._change(dict(configured or {}))
+        variables = {n: s.env for n, s in SETTINGS.items() if s.env and environ.get(s.env, "").strip()}
+        # All at once: whether a model name must be a spec depends on whether there is a factory.
+        self._change({n: _parsed(v, SETTINGS[n], environ[v]) for n, v in variables.items()}, shown=variables)
 
     @classmethod
     def from_traitlets(cls, rlm: Configurable, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Read what config files set."""
-        given = {name: getattr(rlm, name) for name in SETTINGS if getattr(rlm, name) != _DEFAULTS[name]}
+        """Read what config files set. A text (which is what ``--RLM.name=value`` gives) is read like one that a user typed."""
+        given = {}
+        for name, setting in SETTINGS.items():
+            value = getattr(rlm, name)
+            if value != _DEFAULTS[name]:
+                given[name] = _parsed(name, setting, value) if isinstance(value, str) else value
         return cls(given, environ)
 
     def __getitem__(self, name: str) -> Any:
@@ -157,8 +162,18 @@ class Settings:
         Raises:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
-        value = self._parse(name, text, name)
-        self._change(name, value)
+        value = _parsed(name, self._setting(name), text)
+        self._change({name: value})
+        return value
+
+    def set_model_text(self, text: str) -> str | None:
+        """Set the model from text that a user typed, in place of a client factory, which would otherwise win.
+
+        Raises:
+            ConfigurationError: it is no model spec; nothing was changed.
+        """
+        value: str | None = _parsed("model", SETTINGS["model"], text)
+        self._change({"model": value, "client_factory": None})
         return value
 
     def set(self, name: str, value: Any) -> None:
@@ -167,14 +182,7 @@ class Settings:
         Raises:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
-        self._change(name, value)
-
-    def _parse(self, name: str, text: str, shown: str) -> Any:
-        setting = self._setting(name)
-        try:
-            return setting.parse(text)
-        except ValueError:
-            raise ConfigurationError(shown, text, f"must be {setting.what}") from None
+        self._change({name: value})
 
     def _setting(self, name: str) -> Setting:
         if name not in SETTINGS:
@@ -185,15 +193,16 @@ class Settings:
             raise ConfigurationError(name, "", f"there is no such setting; {hint}")
         return SETTINGS[name]
 
-    def _change(self, name: str, value: Any, shown: str | None = None) -> None:
-        self._setting(name)
-        values = {**self._values, name: value}
+    def _change(self, changes: Mapping[str, Any], shown: Mapping[str, str] | None = None) -> None:
+        for name in changes:
+            self._setting(name)
+        values = {**self._values, **changes}
         try:
             _check(values)
         except ConfigurationError as error:
-            if shown is None or error.field != name:
+            if shown is None or error.field not in shown:
                 raise
-            raise ConfigurationError(shown, error.value, error.reason) from None
+            raise ConfigurationError(shown[error.field], error.value, error.reason) from None
         self._values = values
         self._warn_about_graces()
 
@@ -213,6 +222,13 @@ class Settings:
     def bounds(self) -> ManagedChildConfig:
         """Return the bounds alone; its factory is a placeholder that raises when called."""
         return _managed(self._values)
+
+
+def _parsed(shown: str, setting: Setting, text: str) -> Any:
+    try:
+        return setting.parse(text)
+    except ValueError:
+        raise ConfigurationError(shown, text, f"must be {setting.what}") from None
 
 
 def _managed(values: Mapping[str, Any]) -> ManagedChildConfig:

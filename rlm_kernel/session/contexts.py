@@ -1,8 +1,9 @@
-"""Hand a ``context=`` object over to a child: text and bytes as they are, anything else pickled with its buffers out of band.
+"""Hand a ``context=`` object over to a child: text and bytes as they are, anything else pickled with its buffers out of
+band.
 
-The sender encodes once into plain bytes in an anonymous file; every child gets a descriptor of that file. The child decodes: buffers
-(arrays, for instance) are mapped copy-on-write and cost nothing until they are written to; text is decoded. Nothing between the two
-unpickles anything.
+The sender encodes once into plain bytes in an anonymous file; every child gets a descriptor of that file. The child
+decodes: buffers (arrays, for instance) are mapped copy-on-write and cost nothing until they are written to; text is
+decoded. Nothing between the two unpickles anything.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def encode(obj: Any) -> tuple[EncodedContext, tuple[int, ...]]:
     file = io.BytesIO()
     try:
         cloudpickle.CloudPickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
+        raw = [buffer.raw() for buffer in buffers]  # fails if one is not contiguous
     except Exception as error:
         raise PayloadError(
             f"context= cannot be pickled ({type(obj).__name__}: {type(error).__name__}: {error}); "
@@ -74,7 +76,7 @@ def encode(obj: Any) -> tuple[EncodedContext, tuple[int, ...]]:
     pickled = file.getvalue()
     if not buffers and len(pickled) <= INLINE_CONTEXT:
         return EncodedContext(PICKLE, inline=pickled), ()
-    parts: list[bytes | memoryview] = [pickled, *(buffer.raw() for buffer in buffers)]
+    parts: list[bytes | memoryview] = [pickled, *raw]
     sizes = tuple(len(part) for part in parts)
     padded: list[bytes | memoryview] = []
     for part in parts:
@@ -113,7 +115,8 @@ def _unpickle(encoded: EncodedContext, fds: Sequence[int]) -> Any:
 class SharedContext:
     """An object that was snapshotted once, to be passed to many children as ``context=``. Made by ``rlm_share``.
 
-    Later changes of the object do not reach the snapshot. The memory is released when the last reference goes, or at a reset.
+    Later changes of the object do not reach the snapshot. The memory is released when the last reference goes, or at a
+    reset.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -135,6 +138,10 @@ class SharedContext:
             if self._closed:
                 raise UsageMistake("this shared context was released by a reset; call rlm_share again")
             return self._encoded, ((os.dup(self._fd),) if self._fd >= 0 else ())
+
+    def restore(self) -> Any:
+        """Build a copy of the object from the snapshot, in this process."""
+        return decode(*self.reference())
 
     def close(self) -> None:
         """Release the memory. May be called twice."""

@@ -16,7 +16,8 @@ from rlm_kernel.values import ChildState, ChildStatus
 class ChildHandle:
     """A child that was started in the background. Valid within its episode only.
 
-    ``await handle`` gives the answer at the top level of a cell. Handles are hashable, and equal if they name the same child.
+    ``await handle`` gives the answer at the top level of a cell. Handles are hashable, and equal if they name the same
+    child.
 
     Attributes:
         id: short, readable, unique in the kernel process.

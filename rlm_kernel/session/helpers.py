@@ -1,22 +1,31 @@
 """The functions that code finds in its namespace. The same ones serve the notebook and every child.
 
-What differs between the two comes in through `HelperEnvironment`: how to reach the supervisor, how to call a model, and what the episode
-allows right now.
+What differs between the two comes in through `HelperEnvironment`: how to reach the supervisor, how to call a model, and
+what the episode allows right now.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlm_kernel.children.supervisor import Ref
 from rlm_kernel.environment.finalization import Finalization
-from rlm_kernel.errors import ChildFailedError, ChildLimitError, ManagedModeRequired, UsageMistake
+from rlm_kernel.errors import (
+    ChildFailedError,
+    ChildLimitError,
+    ManagedModeRequired,
+    PayloadError,
+    PeerFailed,
+    UsageMistake,
+)
 from rlm_kernel.session.contexts import SharedContext
 from rlm_kernel.session.handles import ChildHandle, check_timeout, result_of
 from rlm_kernel.session.models import ModelAccess
 from rlm_kernel.session.ports import ChildrenPort, ChildRequest
+from rlm_kernel.session.tasks import sendable_text
 from rlm_kernel.values import ChildStatus
 
 HELPER_NAMES = (
@@ -34,6 +43,9 @@ HELPER_NAMES = (
 )
 """The functions that are injected. ``answer`` and ``context`` come beside them."""
 
+HIDDEN_NAMES = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit", "quit", "open", "get_ipython"))
+"""Names in a namespace that are not the user's own variables."""
+
 HandleLike = ChildHandle | str
 
 
@@ -50,6 +62,7 @@ class HelperEnvironment:
         may_start: called before a nonblocking start; raises if the episode does not allow it.
         may_block: called before a blocking query; raises if the episode does not allow it.
         on_share: told of each shared context.
+        batch_limit: gives how many children one batch may start, None for no limit.
     """
 
     children: Callable[[], ChildrenPort]
@@ -60,6 +73,7 @@ class HelperEnvironment:
     may_start: Callable[[], None] = lambda: None
     may_block: Callable[[], None] = lambda: None
     on_share: Callable[[SharedContext], None] = lambda _shared: None
+    batch_limit: Callable[[], int | None] = lambda: None
 
 
 class Helpers:
@@ -72,7 +86,11 @@ class Helpers:
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return what is put into the namespace."""
         final = self._finalization
-        own = {"FINAL": final.FINAL, "FINAL_VAR": final.FINAL_VAR, "SHOW_VARS": final.SHOW_VARS}
+        own: dict[str, Callable[..., Any]] = {
+            "FINAL": final.FINAL,
+            "FINAL_VAR": final.FINAL_VAR,
+            "SHOW_VARS": final.SHOW_VARS,
+        }
         return {name: own[name] if name in own else getattr(self, name) for name in HELPER_NAMES}
 
     # -- direct calls
@@ -89,13 +107,13 @@ class Helpers:
             ModelCallError: the call failed after the client's own retries.
         """
         self._env.may_block()
-        return self._env.models().ask(_check_prompt(prompt), model)
+        return self._env.models().ask(_check_prompt(prompt), _check_model(model))
 
     def llm_query_batched(self, prompts: Sequence[str], model: str | None = None) -> list[str]:
         """Ask a model several questions at once. Answers come in the order of the prompts; a failed one is ``Error: …``."""
         self._env.may_block()
         checked = [_check_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(_check_batch(prompts))]
-        return self._env.models().ask_batch(checked, model)
+        return self._env.models().ask_batch(checked, _check_model(model))
 
     # -- recursive calls
 
@@ -161,10 +179,28 @@ class Helpers:
         The other arguments are those of `rlm_query`; ``name`` gets the position appended.
 
         Returns:
-            the answers in order, where a failed or surplus entry is ``Error: …``; or handles. A nonblocking batch starts all of its
-            children or none.
+            the answers in order, where a failed or surplus entry is ``Error: …``; or handles. A nonblocking batch
+            starts all of its children or none.
         """
-        contexts = _contexts_for(_check_batch(prompts), context)
+        _check_batch(prompts)
+        with contextlib.ExitStack() as stack:
+            if len(prompts) > 1 and not (context is None or isinstance(context, list | SharedContext)):
+                # One snapshot for all, rather than a copy for each. It is let go when every child has its own descriptor of it.
+                if not self._at_depth_limit():
+                    context = stack.enter_context(contextlib.closing(SharedContext(context)))
+            contexts = _contexts_for(prompts, context)
+            return self._batch(prompts, model, contexts, blocking, schema, timeout_s, name)
+
+    def _batch(
+        self,
+        prompts: Sequence[str],
+        model: str | None,
+        contexts: list[Any],
+        blocking: bool,
+        schema: Any,
+        timeout_s: float | None,
+        name: str | None,
+    ) -> Any:
         requests = [
             self._request(p, model, c, schema, timeout_s, None if name is None else f"{name}-{i + 1}", f"prompts[{i}]")
             for i, (p, c) in enumerate(zip(prompts, contexts, strict=True))
@@ -179,11 +215,16 @@ class Helpers:
     def _run_batch(self, requests: list[ChildRequest]) -> list[str]:
         """Start what the limits allow, one by one, and wait for all of it: one failed or surplus entry never loses the others."""
         started: list[ChildHandle | str] = []
-        for request in requests:
+        limit = self._env.batch_limit()
+        for position, request in enumerate(requests):
             try:
+                if limit is not None and position >= limit:
+                    raise ChildLimitError("max_children_per_batch", limit)
                 started += self._begin([request])
             except ChildLimitError as error:
                 started.append(f"Error: {error.limit} exceeded")
+            except (PayloadError, PeerFailed) as error:
+                started.append(f"Error: {error}")
         handles = [entry for entry in started if isinstance(entry, ChildHandle)]
         statuses = iter(self._env.children().wait([h.ref for h in handles], None, False) if handles else [])
         return [_answer_or_error(next(statuses)) if isinstance(entry, ChildHandle) else entry for entry in started]
@@ -216,13 +257,14 @@ class Helpers:
         if return_when not in ("all", "any"):
             raise UsageMistake(f'return_when={return_when!r}: must be "all" or "any"')
         timeout = check_timeout(timeout_s)
-        single = isinstance(handle_or_handles, ChildHandle | str)
-        handles = [handle_or_handles] if single else list(handle_or_handles)  # type: ignore[arg-type,list-item]
-        refs = [_ref(handle) for handle in handles]  # type: ignore[arg-type]
+        single = isinstance(handle_or_handles, ChildHandle | str) or not isinstance(handle_or_handles, Iterable)
+        handles = [handle_or_handles] if single else list(handle_or_handles)
+        refs = [_ref(handle) for handle in handles]
         if not refs:
             return []
-        statuses = self._env.children().wait(refs, timeout, return_when == "any")
-        return statuses[0] if single else statuses
+        distinct = list(dict.fromkeys(refs))
+        statuses = dict(zip(distinct, self._env.children().wait(distinct, timeout, return_when == "any"), strict=True))
+        return statuses[refs[0]] if single else [statuses[ref] for ref in refs]
 
     def rlm_result(self, handle: HandleLike) -> str:
         """Return a child's answer.
@@ -266,7 +308,8 @@ class Helpers:
         timeout = check_timeout(timeout_s)
         if timeout == 0:
             raise UsageMistake("timeout_s=0: a child needs some time; give a positive number of seconds, or None")
-        return ChildRequest(_check_prompt(prompt, argument), model, context, timeout, name or "")
+        shown_name = sendable_text(name or "")
+        return ChildRequest(_check_prompt(prompt, argument), _check_model(model), context, timeout, shown_name)
 
     def _at_depth_limit(self) -> bool:
         return self._env.depth + 1 >= self._env.max_depth()
@@ -311,6 +354,12 @@ def _check_prompt(prompt: object, argument: str = "prompt") -> str:
     return prompt
 
 
+def _check_model(model: object) -> str | None:
+    if model is not None and (not isinstance(model, str) or not model.strip()):
+        raise UsageMistake(f"model={model!r}: must be the name of a model, or None for the configured one")
+    return model
+
+
 def _check_batch(prompts: object) -> Sequence[str]:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise UsageMistake(f"prompts must be a list of strings, got {type(prompts).__name__}")
@@ -331,4 +380,5 @@ def _with_context(request: ChildRequest) -> str:
     """At the depth limit there is no REPL to put the context into: it goes into the one direct call."""
     if request.context is None:
         return request.prompt
-    return f"{request.prompt}\n\nContext:\n{request.context}"
+    shared = isinstance(request.context, SharedContext)
+    return f"{request.prompt}\n\nContext:\n{request.context.restore() if shared else request.context}"

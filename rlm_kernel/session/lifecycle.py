@@ -1,22 +1,24 @@
 """Every way to end, as one serialized path. See docs/architecture.md for the table of events.
 
-Who runs it: a *verb* (finalize, reset, close, cleanup, shutdown) runs on the thread that calls it: in the kernel a lifecycle thread, never the
-main thread while a cell runs there, and never the thread that serves the control channel. Verbs are serialized by one lock; one that
-arrives while another runs waits for it and then finds little left to do. Admission of new children is shut before a verb queues for the
-lock, and opened again when no verb is left and the last one was clean.
+Who runs it: a *verb* (finalize, reset, close, cleanup, shutdown) runs on the thread that calls it: in the kernel a
+lifecycle thread, never the main thread while a cell runs there, and never the thread that serves the control channel.
+Verbs are serialized by one lock; one that arrives while another runs waits for it and then finds little left to do.
+Admission of new children is shut before a verb queues for the lock, and opened again when no verb is left and the last
+one was clean.
 
-What it owns: the lock, the count of verbs under way, and the cleanup error that blocks the session until a later attempt confirms.
+What it owns: the lock, the count of verbs under way, and the cleanup error that blocks the session until a later
+attempt confirms.
 
-How each step can fail: a process cannot be confirmed gone (the error is kept and returned; nothing else is lost); the next verb after that
-starts at SIGKILL, since the graces have run; an unexpected exception passes through, and admission stays shut only if the verb before it
-had failed.
+How each step can fail: a process cannot be confirmed gone (the error is kept and returned; nothing else is lost); the
+next verb after that starts at SIGKILL, since the graces have run; an unexpected exception passes through, and admission
+stays shut only if the verb before it had failed.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlm_kernel.children.supervisor import Supervisor
 from rlm_kernel.errors import ChildCleanupError
@@ -90,6 +92,19 @@ class Lifecycle:
                 self._shut = self._shut or for_good
                 if self._under_way == 0 and self.failure is None and not self._shut:
                     self._supervisor.admit_children(True)
+
+    def run_for(self, verb: str, ids: Sequence[str]) -> CleanupReport:
+        """Stop some children and their descendants, and confirm. Others run on, and admission stays open.
+
+        Returns:
+            the report. If it is not clean, `failure` is set.
+        """
+        with self._serial:
+            report = self._supervisor.stop(verb, self._graces(), [(child_id, None) for child_id in ids])
+            if not report.ok:
+                self.failure = cleanup_error(report)
+            _log.log(logging.INFO if report.ok else logging.ERROR, "%s", report.summary())
+            return report
 
     def abandon(self) -> ChildCleanupError | None:
         """Unlock the session although processes are left. Returns the error that named them."""

@@ -1,4 +1,5 @@
-"""Direct model calls of one run: ``llm_query`` and the loop's own. Builds the client once per process, counts, and records.
+"""Direct model calls of one run: ``llm_query`` and the loop's own. Builds the client once per process, counts, and
+records.
 
 Thread-safe. Calls made while a block of code runs are kept for the trajectory until `take_calls`.
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -19,7 +20,9 @@ from rlm_kernel.session import contexts
 from rlm_kernel.session.tasks import CHILD_ENTRY, ChildTask, pack, preview
 from rlm_kernel.values import ChildStatus
 from rlm_kernel.wire import messages as m
-from rlm_kernel.wire.channel import close_fds
+from rlm_kernel.wire.channel import ChannelClosed, close_fds
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,50 @@ class ChildrenPort(Protocol):
 
 def _encode_task(request: ChildRequest) -> tuple[bytes, tuple[int, ...]]:
     encoded, fds = (None, ()) if request.context is None else contexts.encode(request.context)
-    return pack(ChildTask(request.prompt, request.model, encoded)), fds
+    return pack(ChildTask.of(request.prompt, request.model, encoded)), fds
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a start is called: what the child takes over."""
+
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        """Take those of this process.
+
+        What is no valid UTF-8 cannot be sent. Variables and path entries of that kind are left out.
+
+        Raises:
+            PayloadError: the working directory is gone, or cannot be sent.
+        """
+        try:
+            cwd = os.getcwd()
+        except OSError as error:
+            raise errors.PayloadError(
+                f"the working directory is gone ({error.strerror}); change to another one"
+            ) from error
+        if not _is_sendable(cwd):
+            raise errors.PayloadError(
+                f"the name of the working directory is no valid UTF-8: {cwd!r}; change to another one"
+            )
+        environ = {name: value for name, value in os.environ.items() if _is_sendable(name) and _is_sendable(value)}
+        if len(environ) < len(os.environ):
+            _log.debug(
+                "variables that are no valid UTF-8 are not passed on: %s", sorted(set(os.environ) - set(environ))
+            )
+        return cls(environ, cwd, tuple(entry for entry in sys.path if _is_sendable(entry)))
+
+
+def _is_sendable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _encode_all(requests: Sequence[ChildRequest]) -> list[tuple[ChildRequest, bytes, tuple[int, ...]]]:
@@ -94,10 +140,11 @@ class RootPort:
         self._model_label = model_label
 
     def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
-        self._prepare()
         blobs = {model: self._inherited(model) for model in {request.model for request in requests}}
-        environ = without_secrets(os.environ, self._keep_env())
-        secret_environ = {name: value for name, value in os.environ.items() if name not in environ}
+        here = Surroundings.now()
+        environ = without_secrets(here.environ, self._keep_env())
+        secret_environ = {name: value for name, value in here.environ.items() if name not in environ}
+        self._prepare()
         specs = [
             ChildSpec(
                 entry=CHILD_ENTRY,
@@ -105,8 +152,8 @@ class RootPort:
                 inherited=blobs[request.model],
                 environ=environ,
                 secret_environ=secret_environ,
-                cwd=os.getcwd(),
-                sys_path=tuple(sys.path),
+                cwd=here.cwd,
+                sys_path=here.sys_path,
                 name=request.name,
                 prompt_preview=preview(request.prompt),
                 model=self._model_label(request.model),
@@ -134,6 +181,7 @@ class LinkPort:
         self._link = link
 
     def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
+        here = Surroundings.now()
         encoded = _encode_all(requests)
         specs = tuple(
             m.ChildRequestSpec(
@@ -146,9 +194,8 @@ class LinkPort:
             )
             for request, task, fds in encoded
         )
-        environ, cwd, sys_path = dict(os.environ), os.getcwd(), tuple(sys.path)
         reply = self._link.request(
-            lambda number: m.AskSpawn(number, specs, environ, cwd, sys_path),
+            lambda number: m.AskSpawn(number, specs, dict(here.environ), here.cwd, here.sys_path),
             tuple(itertools.chain.from_iterable(fds for _, _, fds in encoded)),
         )
         return list(_checked(reply).statuses)
@@ -163,8 +210,13 @@ class LinkPort:
 
     def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
         def wait() -> None:
-            self.wait([ref], None, False)
-            callback()
+            try:
+                self.wait([ref], None, False)
+            except (errors.RLMError, ChannelClosed) as error:
+                # Whoever is woken asks for the result, and meets the same error in the right place.
+                _log.debug("waiting for %s: %s", ref[0], error)
+            finally:
+                callback()
 
         threading.Thread(target=wait, name="rlm-await", daemon=True).start()
         return True

@@ -1,8 +1,8 @@
 """What is kept on disk: one folder per episode with ``run.json``, one trajectory and one raw log per run.
 
-The folder comes to be with the first child or loop of an episode, so that a notebook that only computes leaves nothing. ``run.json`` is
-replaced as a whole (written beside it and renamed), so that a reader never sees half of it. Old folders are pruned when a new one is made;
-those of processes that still live are spared.
+The folder comes to be with the first child or loop of an episode, so that a notebook that only computes leaves nothing.
+``run.json`` is replaced as a whole (written beside it and renamed), so that a reader never sees half of it. Old folders
+are pruned when a new one is made; those of processes that still live are spared.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -25,6 +26,9 @@ _log = logging.getLogger(__name__)
 
 MAX_TOTAL_BYTES = 2 << 30
 """Bytes above which the oldest episodes are pruned, however many are to be kept."""
+
+_UNCLEAR_S = 86_400.0
+"""Seconds for which a folder is spared if nothing tells whether its process lives."""
 
 RUN_FILE = "run.json"
 
@@ -79,7 +83,7 @@ class RunFolder:
         """Replace ``run.json``, if the folder exists. A full disk is logged and loses nothing else."""
         if self._path is None:
             return
-        text = redact(json.dumps(content, indent=1, default=str), secret_values(os.environ))
+        text = json.dumps(_redacted(content, secret_values(os.environ)), indent=1)
         try:
             with tempfile.NamedTemporaryFile(
                 "w", encoding="utf-8", dir=self._path, prefix=".run-", delete=False, errors="backslashreplace"
@@ -105,7 +109,7 @@ def prune(root: Path, keep: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> list
     removed = []
     total = 0
     for position, folder in enumerate(sorted(_folders(root), key=lambda path: path.name, reverse=True)):
-        total += sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
+        total += sum(stat.st_size for stat in _file_stats(folder))
         if (position >= keep or total > max_total_bytes) and not _is_in_use(folder):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
@@ -120,18 +124,43 @@ def _folders(root: Path) -> Iterator[Path]:
                 yield path
 
 
+def _file_stats(folder: Path) -> list[os.stat_result]:
+    """Return the stats of the files in a folder. What another process removes meanwhile is left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                found.append(path.stat())
+    return found
+
+
+def _redacted(value: Any, secrets: tuple[str, ...]) -> Any:
+    """Replace secrets in every text. Before the encoding: a secret with a quote in it looks different afterwards."""
+    if isinstance(value, dict):
+        return {key: _redacted(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(item, secrets) for item in value]
+    return value if value is None or isinstance(value, bool | int | float) else redact(str(value), secrets)
+
+
+def _was_touched_within(folder: Path, seconds: float) -> bool:
+    newest = max((stat.st_mtime for stat in _file_stats(folder)), default=None)
+    try:
+        return time.time() - (folder.stat().st_mtime if newest is None else newest) < seconds
+    except OSError:
+        return True
+
+
 def _is_in_use(folder: Path) -> bool:
     try:
         content = json.loads((folder / RUN_FILE).read_text("utf-8"))
         pid = int(content["pid"])
     except (OSError, ValueError, KeyError, TypeError):
-        # Without a readable run.json it may be in the making: spare it for a day.
-        try:
-            return time.time() - folder.stat().st_mtime < 86_400
-        except OSError:
-            return True
+        return _was_touched_within(folder, _UNCLEAR_S)  # it may be in the making
     if content.get("ended"):
         return False
+    if content.get("host") != platform.node():
+        return _was_touched_within(folder, _UNCLEAR_S)  # a shared directory: that pid means nothing here
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,7 +1,8 @@
 """The composition root: one session, one episode after another. Usable without Jupyter.
 
-Who runs it: helpers run in whatever thread of the root process calls them; the verbs run in the caller's thread (see `lifecycle`). The session
-owns the supervisor, the run folder of the current episode, the shared contexts, and the root's model client.
+Who runs it: helpers run in whatever thread of the root process calls them; the verbs run in the caller's thread (see
+`lifecycle`). The session owns the supervisor, the run folder of the current episode, the shared contexts, and the
+root's model client.
 
 In a process that user code forked from the root, the helpers raise `ForkedProcessError`, and `shutdown` does nothing.
 """
@@ -14,6 +15,7 @@ import os
 import platform
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.errors import (
     ChildCleanupError,
     EpisodeFinalized,
+    ForkedProcessError,
     ManagedModeRequired,
     ModelNotConfigured,
 )
 from rlm_kernel.session.config import Settings
 from rlm_kernel.session.contexts import SharedContext
-from rlm_kernel.session.helpers import HELPER_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
 from rlm_kernel.session.lifecycle import Lifecycle
 from rlm_kernel.session.models import ModelAccess, describe_model
 from rlm_kernel.session.ports import ChildrenPort, RootPort
@@ -42,8 +45,6 @@ _log = logging.getLogger(__name__)
 
 ROOT_RUN = "root"
 """Run id of a loop that runs in the root's own namespace."""
-
-_HIDDEN = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit", "quit", "open", "get_ipython"))
 
 
 class RLMSession:
@@ -68,8 +69,8 @@ class RLMSession:
         self.namespace = namespace
         self._listeners: list[Callable[[ChildStatus], None]] = [] if on_change is None else [on_change]
         self.episode_id = ""
-        self.finalization = Finalization(lambda: self.namespace, lambda: _HIDDEN)
-        self._shared: list[SharedContext] = []
+        self.finalization = Finalization(lambda: self.namespace, lambda: HIDDEN_NAMES)
+        self._shared: weakref.WeakSet[SharedContext] = weakref.WeakSet()
         self._pickled: tuple[Any, bytes] | None = None
         self._models: ModelAccess | None = None
         self._models_for: Any = None
@@ -89,20 +90,18 @@ class RLMSession:
             keep_env=self._keep_env,
             model_label=self._model_label,
         )
-        self.helpers = Helpers(
-            HelperEnvironment(
-                children=self._children,
-                models=self.models,
-                depth=0,
-                max_depth=lambda: self.settings["max_depth"],
-                episode_id=lambda: self.episode_id,
-                may_start=self._check_may_start,
-                may_block=self._check_clean,
-                on_share=self._shared.append,
-            ),
-            self.finalization,
+        self.helper_environment = HelperEnvironment(
+            children=self._children,
+            models=self.models,
+            depth=0,
+            max_depth=lambda: self.settings["max_depth"],
+            episode_id=lambda: self.episode_id,
+            may_start=self._check_may_start,
+            may_block=self.check_may_run,
+            on_share=self._shared.add,
+            batch_limit=lambda: self.settings["max_children_per_batch"],
         )
-        self.functions = self.helpers.functions()
+        self.functions = Helpers(self.helper_environment, self.finalization).functions()
         self._begin_episode()
 
     # -- settings
@@ -113,10 +112,7 @@ class RLMSession:
         Raises:
             ConfigurationError: names the setting and the value; nothing was changed.
         """
-        if name == "model":
-            # A model that is named replaces a factory, which would otherwise win.
-            self.settings.set("client_factory", None)
-        value = self.settings.set_text(name, text)
+        value = self.settings.set_model_text(text) if name == "model" else self.settings.set_text(name, text)
         self._apply_settings()
         return value
 
@@ -188,18 +184,23 @@ class RLMSession:
     def _children(self) -> ChildrenPort:
         return self._port
 
-    def _check_may_start(self) -> None:
-        self._check_clean()
+    def check_managed(self) -> None:
+        """Raise if children cannot be started at all.
+
+        Raises:
+            ChildCleanupError: a failed cleanup blocks the session.
+            ManagedModeRequired: no client factory is configured.
+        """
+        self.check_may_run()
         if not self.is_managed:
             raise ManagedModeRequired
+
+    def _check_may_start(self) -> None:
+        self.check_managed()
         if self.finalization.final is not None:
             raise EpisodeFinalized(
                 "this episode has its final answer, so no new children are started; `%rlm reset` begins a new episode"
             )
-
-    def _check_clean(self) -> None:
-        if self.lifecycle.failure is not None:
-            raise self.lifecycle.failure
 
     def _keep_env(self) -> tuple[str, ...]:
         keep: tuple[str, ...] = self.settings["child_env_keep"]
@@ -221,6 +222,7 @@ class RLMSession:
                 model=self.settings.call_model,
                 max_depth=bounds.max_depth,
                 max_iterations=bounds.max_iterations,
+                max_children_per_batch=bounds.max_children_per_batch,
             )
         )
 
@@ -234,6 +236,7 @@ class RLMSession:
         )
         self._started_at, self._ended = time.time(), False
         self._reports = []
+        self._spent, self._models = Usage(), None
         self.finalization.reset()
         self.supervisor.begin_episode(self.episode_id)
         self._apply_settings()
@@ -309,7 +312,7 @@ class RLMSession:
         def begin_anew(_report: CleanupReport) -> None:
             self._ended = True
             self._write_run_file()
-            for shared in self._shared:
+            for shared in list(self._shared):
                 shared.close()
             self._shared.clear()
             self._begin_episode()
@@ -355,12 +358,17 @@ class RLMSession:
         return self.lifecycle.failure
 
     def check_may_run(self) -> None:
-        """Raise if a failed cleanup blocks running cells.
+        """Raise if a failed cleanup blocks the session.
 
         Raises:
             ChildCleanupError: names the processes and what to type.
         """
-        self._check_clean()
+        if os.getpid() != self._pid:
+            raise ForkedProcessError("this process was forked by user code; the RLM helpers do not work in it")
+        failure = self.lifecycle.failure
+        if failure is not None:
+            # A fresh one: raising the same error again and again would let its traceback grow.
+            raise ChildCleanupError(str(failure), failure.survivors, failure.report)
 
     @property
     def final_answer(self) -> FinalAnswer | None:

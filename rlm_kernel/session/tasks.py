@@ -17,11 +17,22 @@ PREVIEW_LENGTH = 120
 
 
 class ChildTask(msgspec.Struct, frozen=True):
-    """One child's task. ``context`` is None when the prompt is the context."""
+    """One child's task. ``context`` is None when the prompt is the context.
 
-    prompt: str
+    The prompt travels as bytes, since text with lone surrogates (from a file with broken encoding) is no UTF-8.
+    """
+
+    prompt_bytes: bytes
     model: str | None
     context: EncodedContext | None
+
+    @classmethod
+    def of(cls, prompt: str, model: str | None, context: EncodedContext | None) -> ChildTask:
+        return cls(prompt.encode("utf-8", "surrogatepass"), model, context)
+
+    @property
+    def prompt(self) -> str:
+        return self.prompt_bytes.decode("utf-8", "surrogatepass")
 
 
 class Inherited(msgspec.Struct, frozen=True):
@@ -38,6 +49,7 @@ class Inherited(msgspec.Struct, frozen=True):
     model: str | None
     max_depth: int
     max_iterations: int
+    max_children_per_batch: int | None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -75,7 +87,12 @@ def pickle_factory(factory: Callable[[], Any] | str) -> bytes:
     return pickled
 
 
+def sendable_text(text: str) -> str:
+    """Return text that any channel takes: lone surrogates become their ``\\udXXX`` escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def preview(prompt: str) -> str:
     """Return the first line or so of a prompt."""
-    flat = " ".join(prompt[: 4 * PREVIEW_LENGTH].split())
+    flat = " ".join(sendable_text(prompt[: 4 * PREVIEW_LENGTH]).split())
     return flat if len(flat) <= PREVIEW_LENGTH else flat[: PREVIEW_LENGTH - 1] + "…"

@@ -2,26 +2,28 @@
 
 Theory of operation
 -------------------
-A frame is a header (body length, number of descriptors, flags) and a msgpack body. A body above `INLINE_LIMIT` does not go
-through the socket: it is written into an anonymous file whose descriptor is sent instead, so that a result of any size neither
-fills a socket buffer nor blocks the other side's event loop.
+A frame is a header (body length, number of descriptors, flags) and a msgpack body. A body above `INLINE_LIMIT` does not
+go
+through the socket: it is written into an anonymous file whose descriptor is sent instead, so that a result of any size
+neither fills a socket buffer nor blocks the other side's event loop.
 
-Descriptors ride on the first byte of their frame. A stream socket delivers them in order and never later than that byte, so a
-queue of received descriptors, from which each complete frame takes as many as its header says, is enough.
+Descriptors ride on the first byte of their frame. A stream socket delivers them in order and never later than that
+byte, so a queue of received descriptors, from which each complete frame takes as many as its header says, is enough.
 
-`FrameReader` holds the logic without I/O. `Channel` owns the socket: exactly one object owns each end, and closing it closes the
-socket and every descriptor still queued in either direction. A channel is used by one thread at a time; whoever shares it brings
-the lock.
+`FrameReader` holds the logic without I/O. `Channel` owns the socket: exactly one object owns each end, and closing it
+closes the socket and every descriptor still queued in either direction. A channel is used by one thread at a time;
+whoever shares it brings the lock.
 
-How it can fail: the peer is gone (`ChannelClosed` when sending; ``eof`` when receiving), the peer sent something that is no
-frame or no message (`ChannelBroken`). Neither is proof that the peer process ended: a process that it forked may hold a copy of
-its end, and code running in it may have written to the socket. Only ``waitpid`` and pidfds prove that.
+How it can fail: the peer is gone (`ChannelClosed` when sending; ``eof`` when receiving), the peer sent something that
+is no frame or no message (`ChannelBroken`). Neither is proof that the peer process ended: a process that it forked may
+hold a copy of its end, and code running in it may have written to the socket. Only ``waitpid`` and pidfds prove that.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -49,6 +51,10 @@ _HEADER = struct.Struct("!2sBBI")
 _MAGIC = b"RK"
 _BODY_IN_FD = 1
 _READ_SIZE = 256 << 10
+READS_PER_TURN = 32
+"""Reads of one channel before an event loop looks at others: a peer that never pauses must not keep it, and a flood of descriptors
+must not use all that the process may have open."""
+
 _FD_SIZE = array.array("i").itemsize
 
 T = TypeVar("T")
@@ -110,6 +116,9 @@ class FrameReader:
                 body_fd = frame_fds.pop(0)
                 try:
                     body = read_anonymous(body_fd)
+                except (OSError, ValueError) as error:
+                    close_fds(frame_fds)
+                    raise ChannelBroken(f"the file with a frame's body cannot be read: {error}") from error
                 finally:
                     os.close(body_fd)
             yield Frame(body, tuple(frame_fds))
@@ -199,20 +208,24 @@ class Channel(Generic[T]):
                 self._outgoing.popleft()
         return True
 
-    def receive(self) -> list[tuple[T, tuple[int, ...]]]:
-        """Read everything that is there now, without blocking. Sets `eof` when the peer's end is gone.
+    def receive(self, reads: int | None = None) -> list[tuple[T, tuple[int, ...]]]:
+        """Read what is there now, without blocking. Sets `eof` when the peer's end is gone.
+
+        Args:
+            reads: read calls after which to leave the rest for the next time, None to read everything.
 
         Returns:
             pairs of message and descriptors; the caller owns the descriptors.
 
         Raises:
-            ChannelBroken: something arrived that is no message; what came before it is lost to the caller, too, since a peer
+            ChannelBroken: something arrived that is no message; what came before it is lost to the caller, too, since a
+            peer
                 that sends garbage cannot be trusted about the rest.
         """
         messages: list[tuple[T, tuple[int, ...]]] = []
         try:
-            while not self.eof:
-                chunk = self._read_some()
+            for _ in itertools.count() if reads is None else range(reads):
+                chunk = None if self.eof else self._read_some()
                 if chunk is None:
                     break
                 data, fds = chunk
@@ -225,8 +238,8 @@ class Channel(Generic[T]):
                         close_fds(frame.fds)
                         raise ChannelBroken(f"not a message: {error}") from error
         except ChannelBroken:
-            for _, fds in messages:
-                close_fds(fds)
+            for _, attached in messages:
+                close_fds(attached)
             raise
         return messages
 

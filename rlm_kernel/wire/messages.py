@@ -1,7 +1,8 @@
 """Every message that crosses a process boundary, by direction.
 
 Four directions, four unions: root → nursery (`ToNursery`), nursery → root (`FromNursery`), root → child (`ToChild`),
-child → root (`FromChild`). Bodies that only one layer understands travel as plain ``bytes``; nobody on the way unpickles them.
+child → root (`FromChild`). Bodies that only one layer understands travel as plain ``bytes``; nobody on the way
+unpickles them.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class TimedOut(msgspec.Struct, tag=True, frozen=True):
 class Exited(msgspec.Struct, tag=True, frozen=True):
     """The child was reaped, its process group killed, and what it left behind reaped too.
 
-    ``code`` is the exit code, or minus the signal number. ``leftover`` are pids of processes that the child's code had started and
-    whose exit could not be confirmed.
+    ``code`` is the exit code, or minus the signal number. ``leftover`` are pids of processes that the child's code had
+    started and whose exit could not be confirmed.
     """
 
     id: str
@@ -100,8 +101,8 @@ FromNursery = NurseryReady | Started | SpawnFailed | TimedOut | Exited
 class Start(msgspec.Struct, tag=True, frozen=True):
     """What to run. Descriptors: the task's attachments, in the order in which the task counts them.
 
-    ``entry`` is ``"module:callable"``; ``task`` and ``inherited`` are opaque to everything but it. ``environ`` replaces the child's
-    environment, ``secret_environ`` are the variables of it that look like secrets.
+    ``entry`` is ``"module:callable"``; ``task`` and ``inherited`` are opaque to everything but it. ``environ`` replaces
+    the child's environment, ``secret_environ`` are the variables of it that look like secrets.
     """
 
     id: str

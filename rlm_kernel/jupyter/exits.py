@@ -1,0 +1,89 @@
+"""How the kernel process ends: SIGTERM and SIGHUP as lifecycle verbs, and a main thread that may not unwind.
+
+Who runs it: the signal handlers do nothing; the interpreter's C-level handler writes the signal's number to a socket
+(``signal.set_wakeup_fd``), whose other end the thread "rlm-signals" reads. So a termination is noticed while the main
+thread is blocked in anything that releases the GIL, and also in a Python loop. That thread runs the verb and then asks
+the main loop to stop.
+
+How each step can fail: code of the user's replaces the wake-up fd (the Python-level handler, which then runs when the
+main thread gets to it, writes to the same socket); the main thread does not unwind in time (`os._exit` by
+`leave_soon`); code that holds the GIL (nothing here runs; whoever sent the signal will kill the process, and the
+nursery cleans up).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from rlm_kernel.children.observers import hide_from_debugger
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+UNWIND_S = 1.0
+"""Seconds that the main thread is given to leave its cell and its loop before the process is ended under it."""
+
+
+class EndSignals:
+    """Turn SIGTERM and SIGHUP into a call on a thread of our own.
+
+    Args:
+        on_signal: called with the signal's number, once, on the thread "rlm-signals".
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        """Take the signals over. On the main thread."""
+        thread = threading.Thread(target=self._watch, name="rlm-signals", daemon=True)
+        hide_from_debugger(thread)
+        thread.start()
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for signum in END_SIGNALS:
+            signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that user code forked: it ends as it would have without us.
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        with contextlib.suppress(BlockingIOError):
+            self._writer.send(bytes([signum]))
+
+    def _watch(self) -> None:
+        while data := self._reader.recv(64):
+            ending = next((number for number in data if number in END_SIGNALS), None)
+            if ending is not None:
+                self._on_signal(ending)
+                return
+
+
+def leave_soon(unwound: threading.Event, code: Callable[[], int], before: Callable[[], None]) -> None:
+    """End the process if its main thread does not unwind by itself.
+
+    Args:
+        unwound: set when the main thread has left its loop.
+        code: gives the exit code.
+        before: called right before the process is ended, to flush what can be flushed.
+    """
+
+    def watch() -> None:
+        if not unwound.wait(UNWIND_S):
+            try:
+                before()
+            finally:
+                os._exit(code())
+
+    thread = threading.Thread(target=watch, name="rlm-exit", daemon=True)
+    hide_from_debugger(thread)
+    thread.start()
