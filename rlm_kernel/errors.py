@@ -10,6 +10,7 @@ The tree is ordered by whose fault it is, so that a caller can catch at the leve
     │   ├── HandleError
     │   │   ├── UnknownHandleError   no child of that id ever existed for this caller (also a LookupError)
     │   │   └── StaleHandleError     the child belongs to an episode that a reset has ended
+    │   ├── WaitTimedOut             the time was up before what was waited for (also a TimeoutError)
     │   ├── ResultNotReady           the child has not ended yet
     │   ├── EpisodeFinalized         the episode has its answer; no new children until a reset
     │   ├── ForkedProcessError       a helper was called in a process that user code forked
@@ -100,6 +101,10 @@ class StaleHandleError(HandleError):
 
 class ResultNotReady(UsageMistake):
     """The child has not ended yet, so there is no result to give."""
+
+
+class WaitTimedOut(UsageMistake, TimeoutError):
+    """The time given to ``rlm_as_completed`` was up before all children had ended. They run on."""
 
 
 class EpisodeFinalized(UsageMistake):

@@ -126,6 +126,7 @@ class ChildStatus:
         error: why there is no answer, readable.
         log_tail: the last part of what the child wrote to its stdout and stderr.
         trajectory_path: the JSONL file with one line per finished iteration.
+        messages_sent, messages_seen: messages sent to it with ``rlm_send``, and how many of them its model has seen.
     """
 
     id: str
@@ -147,6 +148,8 @@ class ChildStatus:
     usage: Usage = Usage()
     log_tail: str = ""
     trajectory_path: str | None = None
+    messages_sent: int = 0
+    messages_seen: int = 0
 
     @property
     def done(self) -> bool:

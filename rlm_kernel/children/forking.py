@@ -110,6 +110,24 @@ def reset_in_child(
     _reset_signals(on_sigint)
 
 
+ADDRESS_SPACE_SLACK = 64 << 20
+"""Bytes of address space beyond the memory limit: mappings that are never touched, thread stacks, the allocator's reserve."""
+
+
+def limit_address_space(memory_limit_bytes: int) -> None:
+    """Bound the address space to what is inherited, the limit, and some slack: a last resort against one huge allocation.
+
+    The limit proper is on private memory, which the nursery samples; an allocation that runs into this bound fails with
+    ``MemoryError``.
+    """
+    import resource
+
+    inherited = posix.address_space_bytes(os.getpid())
+    if inherited is not None:
+        bound = inherited + memory_limit_bytes + ADDRESS_SPACE_SLACK
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+
+
 def _reset_descriptors(keep: set[int], log_fd: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -146,7 +164,7 @@ def _reset_random_state() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile._name_sequence = None  # type: ignore[attr-defined]
-        tempfile.tempdir = None  # TMPDIR is what the call's environment says
+        tempfile.tempdir = None  # type: ignore[attr-defined]  # TMPDIR is what the call's environment says
 
 
 def _reset_signals(on_sigint: SignalHandler) -> None:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class NurseryProcess:
         self.marker = marker
         self._log_path = log_path
         self.ready = False
+        self.active_at = time.monotonic()
         self._pidfd_lock = threading.Lock()
 
     @property

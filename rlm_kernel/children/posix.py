@@ -192,6 +192,16 @@ def children_of_this_process() -> list[int]:
     return [int(pid) for pid in listed.split()]
 
 
+def is_foreign(pid: int, entry: bytes) -> bool:
+    """Tell whether a living process has this pid and was exec'ed without ``NAME=value`` in its environment."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return os.path.exists(f"/proc/{pid}")
+    # Empty: a zombie, or one that is just ending.
+    return bool(environ) and entry not in environ.split(b"\0")
+
+
 def environ_has(pid: int, entry: bytes) -> bool:
     """Tell whether the environment a process was exec'ed with holds ``NAME=value`` exactly. False if it cannot be read."""
     try:
@@ -199,3 +209,25 @@ def environ_has(pid: int, entry: bytes) -> bool:
     except OSError:
         return False
     return entry in environ.split(b"\0")
+
+
+def address_space_bytes(pid: int) -> int | None:
+    """Return the size of a process's address space, None where that cannot be read."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def private_bytes(pid: int) -> int | None:
+    """Return the memory that a process has to itself: private pages and swap, not what it shares with its parent by a fork.
+
+    None where that cannot be read (`proc(5)`, ``smaps_rollup``).
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+    except OSError:
+        return None
+    wanted = (b"Private_Clean:", b"Private_Dirty:", b"Swap:")
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(wanted))

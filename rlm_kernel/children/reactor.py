@@ -21,8 +21,6 @@ How each step can fail, and what then happens:
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import os
 import selectors
@@ -31,8 +29,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlm_kernel.children import posix, sweep
@@ -40,16 +38,30 @@ from rlm_kernel.children.nursery_process import NurseryProcess
 from rlm_kernel.children.observers import hide_from_debugger
 from rlm_kernel.children.rawlog import RawLog
 from rlm_kernel.children.records import ChildRecord
+from rlm_kernel.children.states import Phase
+from rlm_kernel.children.timers import Timer, Timers
 from rlm_kernel.errors import NurseryError
 from rlm_kernel.values import Graces
 from rlm_kernel.wire import messages as m
-from rlm_kernel.wire.channel import Channel, ChannelBroken, ChannelClosed, close_fds
+from rlm_kernel.wire.channel import READS_PER_TURN, Channel, ChannelBroken, ChannelClosed, close_fds
 
 _log = logging.getLogger(__name__)
+
+_LONGEST_SELECT_S = 3600.0
+"""A selector takes no more than about 24 days, and a child may wait for a year."""
 
 _LOG_READ = 64 << 10
 _LOG_READS_PER_TURN = 16
 """Reads of one log pipe before others get their turn."""
+
+_START_S = 15.0
+"""Seconds within which a warm nursery forks; it needs a few milliseconds, and a large shared context some hundred."""
+
+_BOOT_S = 120.0
+"""Seconds that a nursery may take to warm up: preloads can be slow on a busy machine."""
+
+_OVERDUE_S = 3.0
+"""Seconds after a child's time and graces are up at which the root steps in."""
 
 _LOST_GIVE_UP_S = 1.0
 """Seconds to wait for the children of a dead nursery: SIGKILL has been sent, the kernel only has to tear them down."""
@@ -61,7 +73,9 @@ class Owner(Protocol):
     def on_nursery_ready(self, warnings: tuple[str, ...]) -> None: ...
     def on_started(self, child_id: str, pid: int, pidfd: int | None) -> None: ...
     def on_spawn_failed(self, child_id: str, error: str) -> None: ...
+    def on_never_started(self, child_id: str, error: str) -> None: ...
     def on_timed_out(self, child_id: str) -> None: ...
+    def on_over_limit(self, child_id: str, private_bytes: int) -> None: ...
     def on_exited(self, message: m.Exited, error: str | None = None) -> None: ...
     def on_unconfirmed(self, child_id: str, error: str) -> None: ...
     def on_message(self, child_id: str, message: Any, fds: tuple[int, ...]) -> None: ...
@@ -77,6 +91,8 @@ class _Port:
     channel: Channel[Any]
     log_fd: int
     log: RawLog
+    launched_at: float = field(default_factory=time.monotonic)
+    timer: Timer | None = None
 
 
 class Reactor:
@@ -91,8 +107,8 @@ class Reactor:
         self._owner = owner
         self._start_nursery = start_nursery
         self._todo: deque[Callable[[], None]] = deque()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._timer_numbers = itertools.count()
+        self._timers = Timers()
+        self._held: dict[str, tuple[bool, int]] = {}
         self._ports: dict[str, _Port] = {}
         self._nursery: NurseryProcess | None = None
         self._thread: threading.Thread | None = None
@@ -109,7 +125,7 @@ class Reactor:
         """
         self._todo.append(work)
         with self._thread_lock:
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
                 self._start_thread()
             self._wake()
 
@@ -120,15 +136,17 @@ class Reactor:
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._drain_wakeups)
         self._stopping = False
-        thread = threading.Thread(target=self._run, name="rlm-supervisor", daemon=True)
+        # Noted before its start, so that an interrupt in mid-start does not lead to a second one.
+        thread = self._thread = threading.Thread(target=self._run, name="rlm-supervisor", daemon=True)
         hide_from_debugger(thread)
         try:
             thread.start()
         except RuntimeError as error:
+            self._thread = None
             self._todo.clear()
+            self._selector.close()
             self._close_wakeups()
             raise NurseryError(f"cannot start the supervisor thread: {error}") from error
-        self._thread = thread
 
     def _wake(self) -> None:
         # A full socket wakes the loop as well; a closed one belongs to a loop that has ended.
@@ -163,7 +181,7 @@ class Reactor:
         """
         with self._thread_lock:
             thread = self._thread
-            if thread is None or not thread.is_alive():
+            if thread is None:
                 return True
             self._todo.append(lambda: self._begin_close(time.monotonic() + timeout_s))
             self._wake()
@@ -175,16 +193,27 @@ class Reactor:
     # -- the loop (reactor thread from here on)
 
     def _run(self) -> None:
-        try:
-            while not self._stopping:
-                try:
-                    self._turn()
-                except Exception as error:
-                    _log.critical("unexpected error in the supervisor thread; stopping all children", exc_info=True)
-                    self._lose_nursery(f"internal error in the supervisor: {type(error).__name__}: {error}")
-        finally:
+        while not self._is_over():
+            try:
+                self._turn()
+            except Exception as error:
+                _log.critical("unexpected error in the supervisor thread; stopping all children", exc_info=True)
+                self._lose_nursery(f"internal error in the supervisor: {type(error).__name__}: {error}")
+
+    def _is_over(self) -> bool:
+        """Decide under the lock whether to end, so that what is posted meanwhile finds a new thread rather than none."""
+        if not self._stopping:
+            return False
+        with self._thread_lock:
+            if self._todo:
+                return False
+            if self._nursery is not None:
+                self._stopping = False  # Somebody wanted children again after the close.
+                return False
+            self._thread = None
             self._selector.close()
             self._close_wakeups()
+            return True
 
     def _close_wakeups(self) -> None:
         self._wake_reader.close()
@@ -194,24 +223,28 @@ class Reactor:
         timeout = None
         if self._todo:
             timeout = 0.0
-        elif self._timers:
-            timeout = max(0.0, self._timers[0][0] - time.monotonic())
+        elif (due := self._timers.next_due()) is not None:
+            timeout = min(max(0.0, due - time.monotonic()), _LONGEST_SELECT_S)
         for key, mask in self._selector.select(timeout):
             key.data(mask)
         while self._todo:
             self._todo.popleft()()
         now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
+        while (work := self._timers.pop_due(now)) is not None:
+            work()
 
     def _drain_wakeups(self, _mask: int) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
 
-    def call_at(self, when: float, work: Callable[[], None]) -> None:
+    def call_at(self, when: float, work: Callable[[], None]) -> Timer:
         """Have ``work`` run at monotonic time ``when``. On the reactor's thread only; it cannot be taken back."""
-        heapq.heappush(self._timers, (when, next(self._timer_numbers), work))
+        return self._timers.add(when, work)
+
+    def cancel_timer(self, timer: Timer | None) -> None:
+        """Take a timer back. On the reactor's thread only."""
+        self._timers.cancel(timer)
 
     # -- the nursery
 
@@ -226,6 +259,8 @@ class Reactor:
             self._selector.register(nursery.channel.fileno(), selectors.EVENT_READ, self._serve_nursery)
             if nursery.pidfd is not None:
                 self._selector.register(nursery.pidfd, selectors.EVENT_READ, lambda _mask: self._lose_nursery(""))
+            for key, (text, fd) in self._held.items():
+                self._tell_nursery(m.Hold(key, text), (os.dup(fd),))
         return self._nursery
 
     def _serve_nursery(self, _mask: int) -> None:
@@ -245,17 +280,20 @@ class Reactor:
     def _on_nursery_message(self, nursery: NurseryProcess, message: m.FromNursery, fds: tuple[int, ...]) -> None:
         match message:
             case m.NurseryReady():
-                nursery.ready = True
+                nursery.ready, nursery.active_at = True, time.monotonic()
                 self._owner.on_nursery_ready(message.warnings)
             case m.Started():
+                nursery.active_at = time.monotonic()
                 self._owner.on_started(message.id, message.pid, fds[0] if fds else None)
-                self._listen_to(message.id)
+                self._listen_to(message.id, nursery)
                 return
             case m.SpawnFailed():
                 self._release(message.id)
                 self._owner.on_spawn_failed(message.id, message.error)
             case m.TimedOut():
                 self._owner.on_timed_out(message.id)
+            case m.OverLimit():
+                self._owner.on_over_limit(message.id, message.private_bytes)
             case m.Exited():
                 # The answer may still be in the socket: read it before judging the exit.
                 self._read_channel(message.id)
@@ -287,30 +325,66 @@ class Reactor:
             self._selector.modify(fd, events, callback)
 
     def stop(self, ids: tuple[str, ...], graces: Graces) -> None:
-        """Have the nursery stop children."""
+        """Have the nursery stop children. One that has not been launched by now never will be."""
+        for child_id in ids:
+            if child_id not in self._ports:
+                self._owner.on_never_started(child_id, "stopped before its process came to be")
         self._tell_nursery(m.Stop(ids, graces))
 
     def hold(self, key: str, text: bool, fd: int) -> None:
-        """Have the nursery keep a shared context for later children. Takes the descriptor over."""
-        try:
-            self.ensure_nursery()
-        except NurseryError:
-            close_fds([fd])
-            raise
-        self._tell_nursery(m.Hold(key, text), (fd,))
+        """Have the nursery, and every one after it, keep a shared context for later children. Takes the descriptor over."""
+        self._held[key] = (text, fd)
+        if self._nursery is not None:
+            self._tell_nursery(m.Hold(key, text), (os.dup(fd),))
 
-    def drop(self, keys: tuple[str, ...]) -> None:
-        """Have the nursery release shared contexts."""
-        self._tell_nursery(m.Drop(keys))
+    def drop_held(self) -> None:
+        """Release all shared contexts, here and in the nursery."""
+        keys = tuple(self._held)
+        close_fds(fd for _, fd in self._held.values())
+        self._held.clear()
+        if keys:
+            self._tell_nursery(m.Drop(keys))
+
+    # -- a nursery that does not answer
+
+    def _expect_start(self, child_id: str, nursery: NurseryProcess) -> None:
+        """Give the nursery up if it has not started a child in time: it is stopped, or stuck."""
+        port = self._ports.get(child_id)
+        if port is None or port.record.pid is not None or self._nursery is not nursery:
+            return
+        allowed = _START_S if nursery.ready else _BOOT_S
+        due = max(port.launched_at, nursery.active_at) + allowed
+        if time.monotonic() < due:
+            port.timer = self.call_at(due, lambda: self._expect_start(child_id, nursery))
+        else:
+            self._lose_nursery(f"the nursery did not start {child_id} within {allowed:g} s")
+
+    def _expect_end(self, child_id: str, nursery: NurseryProcess, *, killed: bool = False) -> None:
+        """Step in for a nursery that has neither ended nor reported a child whose time is up long since."""
+        port = self._ports.get(child_id)
+        if port is None or self._nursery is not nursery or port.record.pidfd is None:
+            return
+        if posix.pidfd_has_exited(port.record.pidfd):
+            self._lose_nursery(f"the nursery did not report the exit of {child_id}")
+        elif not killed:
+            self._owner.on_timed_out(child_id)
+            posix.signal_pidfd(port.record.pidfd, signal.SIGKILL)
+            port.timer = self.call_at(
+                time.monotonic() + _OVERDUE_S, lambda: self._expect_end(child_id, nursery, killed=True)
+            )
 
     # -- children
 
     def launch(self, record: ChildRecord) -> None:
         """Have a child forked, and send it what it is to run."""
+        if record.phase is not Phase.STARTING or record.id in self._ports:
+            # A stop came first (its message may even have overtaken this call), or this is asked for twice.
+            self._owner.on_never_started(record.id, "stopped before its process came to be")
+            return
         spec = record.spec
         opened: list[int] = []
         try:
-            self.ensure_nursery()
+            nursery = self.ensure_nursery()
             ours, theirs = socket.socketpair()
             opened += [ours.detach(), theirs.detach()]
             opened += os.pipe()
@@ -319,12 +393,14 @@ class Reactor:
             self._owner.on_spawn_failed(record.id, f"cannot start the child: {error}")
             return
         ours_fd, theirs_fd, log_reader, log_writer = opened
-        timeout_s = record.limits.per_child_timeout_s if spec.timeout_s is None else spec.timeout_s
-        self._tell_nursery(m.Spawn(record.id, timeout_s, record.limits.graces), (theirs_fd, log_writer))
+        limits = record.limits
+        spawn = m.Spawn(record.id, record.timeout_s, limits.graces, limits.memory_limit_bytes)
+        self._tell_nursery(spawn, (theirs_fd, log_writer))
         os.set_blocking(log_reader, False)
         channel: Channel[Any] = Channel(socket.socket(fileno=ours_fd), m.FromChild)
         port = self._ports[record.id] = _Port(record, channel, log_reader, RawLog(record.log_path))
         child_id = record.id
+        port.timer = self.call_at(port.launched_at + _START_S, lambda: self._expect_start(child_id, nursery))
         self._selector.register(log_reader, selectors.EVENT_READ, lambda _mask: self._read_log(child_id))
         start = m.Start(
             id=record.id,
@@ -342,12 +418,13 @@ class Reactor:
         attachments, spec.attachments = spec.attachments, ()
         try:
             port.channel.queue(start, attachments)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # No memory for the task, more attachments than a message takes, text that is no UTF-8.
             self._owner.on_broken(record.id, f"cannot hand the task over: {error}")
             return
         self._flush_child(port)
 
-    def _listen_to(self, child_id: str) -> None:
+    def _listen_to(self, child_id: str, nursery: NurseryProcess) -> None:
         """Begin to read a child's messages: not before the nursery has said that it exists, so that they come in order."""
         port = self._ports.get(child_id)
         if port is not None:
@@ -355,12 +432,20 @@ class Reactor:
                 port.channel.fileno(), selectors.EVENT_READ, lambda _mask: self._serve_child(child_id)
             )
             self._flush_child(port)
+            record = port.record
+            self._timers.cancel(port.timer)
+            overdue_at = time.monotonic() + record.timeout_s + record.limits.graces.total_s + _OVERDUE_S
+            port.timer = self.call_at(overdue_at, lambda: self._expect_end(child_id, nursery))
 
     def tell_child(self, child_id: str, message: Any) -> None:
         """Send a child a message; one that is gone gets nothing."""
         port = self._ports.get(child_id)
         if port is not None:
-            port.channel.queue(message)
+            try:
+                port.channel.queue(message)
+            except OSError as error:
+                self._owner.on_broken(child_id, f"cannot answer the child: {error}")
+                return
             self._flush_child(port)
 
     def _flush_child(self, port: _Port) -> None:
@@ -373,18 +458,18 @@ class Reactor:
             self._watch(port.channel.fileno(), lambda _mask: self._serve_child(child_id), writing=not complete)
 
     def _serve_child(self, child_id: str) -> None:
-        self._read_channel(child_id)
+        self._read_channel(child_id, READS_PER_TURN)
         port = self._ports.get(child_id)
         if port is not None and port.channel.pending:
             self._flush_child(port)
 
-    def _read_channel(self, child_id: str) -> None:
+    def _read_channel(self, child_id: str, reads: int | None = None) -> None:
         port = self._ports.get(child_id)
         if port is None or port.channel.closed:
             return
         try:
-            messages = port.channel.receive()
-        except (ChannelBroken, OSError) as error:
+            messages = port.channel.receive(reads)
+        except ChannelBroken as error:
             self._unregister(port.channel.fileno())
             self._owner.on_broken(child_id, f"the child's channel is broken: {error}")
             return
@@ -425,6 +510,7 @@ class Reactor:
         port = self._ports.pop(child_id, None)
         if port is None:
             return
+        self._timers.cancel(port.timer)
         self._unregister(port.channel.fileno())
         port.channel.close()
         self._close_log_pipe(port)
@@ -441,34 +527,42 @@ class Reactor:
         if nursery.pidfd is not None:
             self._unregister(nursery.pidfd)
         give_up_at = time.monotonic() + _LOST_GIVE_UP_S
-        with contextlib.suppress(ChannelBroken):
+        with _logged("reading a lost nursery's last messages"):
             for message, fds in nursery.channel.receive():
                 self._on_nursery_message(nursery, message, fds)
         nursery.kill()
         nursery_gone = nursery.wait(_LOST_GIVE_UP_S)
-        survivors = sweep.kill_marked(nursery.marker, give_up_at)
+        leaders = {port.record.pid for port in self._ports.values() if port.record.pid is not None}
+        survivors = sweep.kill_marked(nursery.marker, give_up_at, sessions=leaders)
         error = "; ".join(part for part in (why, nursery.describe_exit()) if part)
         nursery.close()
         for child_id, port in list(self._ports.items()):
-            self._read_channel(child_id)
-            self._read_log(child_id)
-            self._release(child_id)
-            if nursery_gone and self._is_confirmed_gone(port.record, survivors, give_up_at):
-                self._owner.on_exited(m.Exited(child_id, -signal.SIGKILL, leftover=survivors), error)
-            else:
-                self._owner.on_unconfirmed(child_id, error)
+            # Each by itself: whatever is wrong with one must not leave the others running for ever.
+            with _logged(f"reading the last messages of {child_id}"):
+                self._read_channel(child_id)
+                self._read_log(child_id)
+            with _logged(f"telling the end of {child_id}"):
+                self._release(child_id)
+                if nursery_gone and self._is_confirmed_gone(port.record, survivors, give_up_at):
+                    self._owner.on_exited(m.Exited(child_id, -signal.SIGKILL, leftover=survivors), error)
+                else:
+                    self._owner.on_unconfirmed(child_id, error)
 
     def _is_confirmed_gone(self, record: ChildRecord, survivors: tuple[int, ...], give_up_at: float) -> bool:
-        if record.pidfd is not None:
-            return posix.pidfd_has_exited(record.pidfd, give_up_at - time.monotonic())
-        return not survivors
+        pidfd = record.pidfd
+        if pidfd is None:
+            return record.exit_seen or not survivors
+        # A stop on another thread may confirm the exit, and then closes the pidfd, while we look.
+        return posix.pidfd_has_exited(pidfd, give_up_at - time.monotonic()) or record.exit_seen
 
     # -- the end
 
     def _begin_close(self, kill_at: float) -> None:
+        self._stopping = True
+        if self._ports:
+            self._lose_nursery("the supervisor was closed")
         nursery = self._nursery
         if nursery is None:
-            self._stopping = True
             return
         self._unregister(nursery.channel.fileno())
         if nursery.pidfd is not None:
@@ -479,6 +573,12 @@ class Reactor:
             nursery.wait(_LOST_GIVE_UP_S)
         nursery.close()
         self._nursery = None
-        for child_id in list(self._ports):
-            self._release(child_id)
-        self._stopping = True
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log an unexpected error, and go on after the block."""
+    try:
+        yield
+    except Exception:
+        _log.critical("unexpected error while %s", what, exc_info=True)

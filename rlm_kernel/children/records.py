@@ -56,6 +56,9 @@ class Limits:
     max_concurrent_children: int = 8
     per_child_timeout_s: float = 3600.0
     result_truncation_limit: int | None = None
+    memory_limit_bytes: int | None = None
+    max_concurrent_model_calls: int | None = None
+    max_total_tokens: int | None = None
     graces: Graces = Graces()
 
 
@@ -67,6 +70,7 @@ class ChildRecord:
         parent: the child that started it, None for the root.
         outcome: how it ends, once something has decided that.
         exit_seen: its process is confirmed gone, though descendants may still be ending.
+        undelivered: messages sent to it before it could be told.
         pidfd: open while the exit is not confirmed, where the platform has pidfds.
     """
 
@@ -95,6 +99,9 @@ class ChildRecord:
     ended_mono: float | None = None
     active_mono: float | None = None
     log_tail: str = ""
+    undelivered: list[str] = field(default_factory=list)
+    messages_sent: int = 0
+    messages_seen: int = 0
 
     @property
     def depth(self) -> int:
@@ -111,6 +118,11 @@ class ChildRecord:
     @property
     def state(self) -> ChildState:
         return public_state(self.phase, self.outcome, has_process=self.pid is not None)
+
+    @property
+    def timeout_s(self) -> float:
+        """Wall-clock seconds that it may take from its start."""
+        return self.limits.per_child_timeout_s if self.spec.timeout_s is None else self.spec.timeout_s
 
     def ancestors(self) -> list[ChildRecord]:
         """Return the chain of parents, nearest first."""
@@ -156,6 +168,8 @@ class ChildRecord:
             usage=self.usage,
             log_tail=self.log_tail,
             trajectory_path=self.trajectory_path or None,
+            messages_sent=self.messages_sent,
+            messages_seen=self.messages_seen,
         )
 
     def release_payload(self) -> None:

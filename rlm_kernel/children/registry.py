@@ -63,12 +63,18 @@ Effect = Launch | StopProcesses | Finished | Call
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """Somebody who waits for children. ``fire`` is called once, when the wait is over."""
+    """Somebody who waits for children. ``fire`` is called once, when the wait is over.
+
+    Attributes:
+        who: the child that waits, None for anybody else. It is woken by the same change that ends its wait, so that nobody
+            from the queue can take the slot in between.
+    """
 
     missing: set[str]
     any: bool
     fire: Callback
     over: bool = False
+    who: ChildRecord | None = None
 
 
 @dataclass(slots=True)
@@ -279,10 +285,18 @@ class Registry:
             waiter.missing.discard(record.id)
             if not waiter.over and (waiter.any or not waiter.missing):
                 waiter.over = True
-                self._effects.append(Call(waiter.fire))
+                self._wake(waiter)
         if record.parent is not None:
             self._end_if_alone(record.parent)
         self.dispatch()
+
+    def _wake(self, waiter: Waiter) -> None:
+        if waiter.who is None:
+            self._effects.append(Call(waiter.fire))
+        elif waiter.who.phase is Phase.WAITING:
+            self._woken.append((waiter.who, waiter.fire))
+        else:
+            self._resume(waiter.who, waiter.fire)
 
     # -- the queue
 
@@ -290,15 +304,19 @@ class Registry:
         """Give free slots away: first to woken waiters, then to the queue, first in, first out."""
         if self._stopping:
             return
-        # One that runs (another thread of it had waited, too) or is being stopped needs no slot to be answered.
-        for entry in [entry for entry in self._woken if entry[0].phase is not Phase.WAITING]:
-            self._woken.remove(entry)
-            self._resume(*entry)
+        self._answer_those_without_need()
         while (self._woken or self._queue) and (self._has_free_slot() or self._is_stuck()):
             if self._woken:
                 self._resume(*self._woken.popleft())
+                self._answer_those_without_need()
             else:
                 self.apply(self._queue.popleft(), Event.SLOT)
+
+    def _answer_those_without_need(self) -> None:
+        """Answer woken waits of children that run (another thread of theirs had waited, too) or are being stopped."""
+        for entry in [entry for entry in self._woken if entry[0].phase is not Phase.WAITING]:
+            self._woken.remove(entry)
+            self._resume(*entry)
 
     def _has_free_slot(self) -> bool:
         return sum(record.holds_slot for record in self._live.values()) < self.limits.max_concurrent_children
@@ -333,31 +351,38 @@ class Registry:
                 if not waiters:
                     del self._waiters[child_id]
 
-    def begin_wait(self, record: ChildRecord) -> None:
-        """A child begins to wait for its own children, and gives its slot back."""
-        self.apply(record, Event.WAIT_BEGAN)
-        self.dispatch()
-
-    def end_wait(self, record: ChildRecord, answer: Callback, *, at_once: bool) -> None:
-        """A child's wait is over: resume it, now or when a slot is free.
+    def begin_wait(self, record: ChildRecord, on: Sequence[ChildRecord], any_: bool, answer: Callback) -> Waiter | None:
+        """A child begins to wait for its own children, and gives its slot back.
 
         Args:
-            answer: tells the child; run as an effect.
-            at_once: whether to resume it above the limit (its timeout is up).
-        """
-        if record.phase is not Phase.WAITING or at_once:
-            self._resume(record, answer)
-            self.dispatch()
-        else:
-            self._woken.append((record, answer))
-            self.dispatch()
+            record: the child that waits.
+            on: for whom.
+            any_: whether the first that ends is enough.
+            answer: tells the child that it may go on; called once, when the wait is over and there is a slot.
 
-    def time_is_up(self, record: ChildRecord, answer: Callback) -> None:
-        """The timeout of a wait has passed: if it is over but its child still waits for a slot, resume it at once."""
-        if (record, answer) in self._woken:
-            self._woken.remove((record, answer))
-            self._resume(record, answer)
+        Returns:
+            the waiter, or None if the wait is over already: the child goes on, and ``answer`` is not called.
+        """
+        waiter = self.add_waiter(on, any_, answer)
+        if waiter is not None:
+            waiter.who = record
+            self.apply(record, Event.WAIT_BEGAN)
             self.dispatch()
+        return waiter
+
+    def wait_timed_out(self, waiter: Waiter) -> None:
+        """A child's wait has run into its timeout: the child goes on at once, above the limit if need be."""
+        who = waiter.who
+        if who is None:
+            return
+        if not waiter.over:
+            self.remove_waiter(waiter)
+        elif (who, waiter.fire) in self._woken:
+            self._woken.remove((who, waiter.fire))
+        else:
+            return
+        self._resume(who, waiter.fire)
+        self.dispatch()
 
     def _resume(self, record: ChildRecord, answer: Callback) -> None:
         self.apply(record, Event.WAIT_ENDED)

@@ -28,22 +28,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlm_kernel.children import posix
+from rlm_kernel.children.callgate import CallGate, Permission
 from rlm_kernel.children.nursery_process import NurseryProcess
-from rlm_kernel.children.observers import ObserverThread
+from rlm_kernel.children.observers import ObserverThread, hide_from_debugger
 from rlm_kernel.children.reactor import Reactor
 from rlm_kernel.children.records import ChildRecord, ChildSpec, Limits
-from rlm_kernel.children.registry import Call, Effect, Finished, Launch, Registry, StopProcesses
+from rlm_kernel.children.registry import Call, Effect, Finished, Launch, Registry, StopProcesses, Waiter
 from rlm_kernel.children.states import Event, Outcome, Phase
+from rlm_kernel.children.timers import Timer
 from rlm_kernel.errors import (
+    ChildCleanupError,
     ChildLimitError,
     EpisodeClosing,
     ForkedProcessError,
     NurseryError,
     RLMError,
+    UsageMistake,
 )
 from rlm_kernel.values import ChildState, ChildStatus, CleanupReport, Graces, Usage
 from rlm_kernel.wire import messages as m
@@ -111,6 +115,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._registry = Registry()
         self._reactor = Reactor(self, self._start_nursery)
+        self._gate = CallGate()
         self._admitting = True
         self._tallies: list[_StopTally] = []
         self._published: dict[str, ChildState] = {}
@@ -121,11 +126,16 @@ class Supervisor:
         """Set the limits that later admissions meet."""
         with self._lock:
             self._registry.limits = limits
+            self._gate.max_concurrent = limits.max_concurrent_model_calls
+            self._gate.max_tokens = limits.max_total_tokens
 
     def begin_episode(self, episode_id: str) -> None:
         """Begin an episode: handles of the one before become stale. All its children must have ended."""
         with self._lock:
+            for record in self._registry.records.values():
+                self._close_pidfd(record)  # of one that was abandoned: nobody will find its record any more
             self._registry.begin_episode(episode_id)
+            self._gate.spent = 0
             self._published.clear()
 
     def prepare(self) -> None:
@@ -136,7 +146,7 @@ class Supervisor:
     def _prepare(self) -> None:
         try:
             self._reactor.ensure_nursery()
-        except NurseryError as error:
+        except (NurseryError, OSError) as error:
             _log.warning("%s", error)  # the first child will try again, and fail with this if it must
 
     def _start_nursery(self) -> NurseryProcess:
@@ -178,26 +188,40 @@ class Supervisor:
                     raise EpisodeClosing("a stop is under way; start children again when it is done")
                 if caller is not None and caller.phase not in (Phase.RUNNING, Phase.WAITING):
                     raise EpisodeClosing(f"{caller.id} is being stopped and cannot start children")
+                if self._gate.exhausted:
+                    raise budget_error(self._gate.max_tokens)
                 records = self._registry.admit(specs, caller, self._paths)
                 self._registry.dispatch()
                 statuses = [record.status() for record in records]
                 effects = self._registry.take_effects()
-        except BaseException:
-            for spec in specs:
-                spec.close()
+            self._carry_out(effects)
+            for record in records:
+                self._publish(record)
+        except BaseException as error:
+            # An interrupt may have come at any point: all or none holds for it, too.
+            self._take_back(specs, f"its start was broken off: {type(error).__name__}: {error}")
             raise
+        return statuses
+
+    def _take_back(self, specs: Sequence[ChildSpec], why: str) -> None:
+        """Stop what a start that raised had begun, and close what was not sent."""
+        ids = {id(spec) for spec in specs}
+        with self._lock:
+            begun = [record for record in self._registry.live() if id(record.spec) in ids]
+            self._registry.stop(begun, None)
+            effects = self._registry.take_effects()
+        for spec in specs:
+            if id(spec) not in {id(record.spec) for record in begun}:
+                spec.close()
         try:
             self._carry_out(effects)
-        except NurseryError as error:
+        except NurseryError:
+            # There is no thread to tell, so none of them has been launched either.
             with self._lock:
-                for record in records:
-                    if not record.ended:
-                        self._registry.apply(record, Event.SPAWN_FAILED, error=str(error))
-                self._registry.take_effects()
-            raise
-        for record in records:
-            self._publish(record)
-        return statuses
+                for record in begun:
+                    self._registry.never_started(record, why)
+                effects = self._registry.take_effects()
+            self._carry_out(effects)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -210,15 +234,26 @@ class Supervisor:
                 case Finished(record):
                     self._finish(record)
                 case Call(callback):
-                    callback()
+                    try:
+                        callback()
+                    except Exception:
+                        _log.error("a callback at the end of a wait raised", exc_info=True)
 
     def _finish(self, record: ChildRecord) -> None:
         with self._lock:
-            if record.exit_seen and record.pidfd is not None:
-                pidfd, record.pidfd = record.pidfd, None
-                close_fds([pidfd])
+            if record.exit_seen:
+                self._close_pidfd(record)
             record.release_payload()
+            answers = self._gate.gone(record.id)
+        for answer in answers:
+            answer()
         self._publish(record)
+
+    @staticmethod
+    def _close_pidfd(record: ChildRecord) -> None:
+        if record.pidfd is not None:
+            pidfd, record.pidfd = record.pidfd, None
+            close_fds([pidfd])
 
     def _publish(self, record: ChildRecord) -> None:
         if self._on_change is None:
@@ -228,8 +263,9 @@ class Supervisor:
             if self._published.get(record.id) is status.state:
                 return
             self._published[record.id] = status.state
-        on_change = self._on_change
-        self.observers.publish(lambda: on_change(status))
+            # Under the lock, for the order: what is published last must be the newest. It only appends to a queue.
+            on_change = self._on_change
+            self.observers.publish(lambda: on_change(status))
 
     # -- looking
 
@@ -303,6 +339,108 @@ class Supervisor:
     def nursery_pid(self) -> int | None:
         return self._reactor.nursery_pid
 
+    # -- shared contexts
+
+    def hold(self, key: str, fd: int, *, text: bool) -> None:
+        """Have the nursery hold bytes (or the text that they encode) for the children that are started from now on.
+
+        Args:
+            fd: the bytes; the supervisor owns it from now on.
+        """
+        self._check_process()
+        try:
+            self._reactor.post(lambda: self._reactor.hold(key, text, fd))
+        except NurseryError:
+            close_fds([fd])
+            raise
+
+    def release_held(self) -> None:
+        """Release everything that is held. Children that were started keep what they inherited."""
+        with contextlib.suppress(NurseryError):
+            self._reactor.post(self._reactor.drop_held)
+
+    # -- model calls
+
+    @property
+    def gates_calls(self) -> bool:
+        """Whether model calls must be asked for."""
+        with self._lock:
+            return self._gate.is_needed
+
+    def begin_call(self) -> None:
+        """Ask, on behalf of the root, for permission to make a model call; wait until there is room for it.
+
+        Raises:
+            ChildLimitError: the token budget of the tree is spent.
+        """
+        answered = threading.Lock()
+        answered.acquire()
+        refusals: list[None] = []
+
+        def refused() -> None:
+            refusals.append(None)
+            answered.release()
+
+        granted = answered.release
+        with self._lock:
+            permission = self._gate.ask(ROOT, granted, refused)
+            limit = self._gate.max_tokens
+        if permission is Permission.QUEUED:
+            try:
+                answered.acquire()
+            except BaseException:
+                with self._lock:
+                    taken_back = self._gate.withdraw(granted)
+                if not taken_back:
+                    self.end_call(Usage())
+                raise
+        if permission is Permission.REFUSED or refusals:
+            raise budget_error(limit)
+
+    def end_call(self, usage: Usage) -> None:
+        """A model call of the root has ended (with no tokens, if it failed)."""
+        with self._lock:
+            answers = self._gate.ended(ROOT, usage)
+        for answer in answers:
+            answer()
+
+    # -- steering
+
+    def send(self, ref: Ref, text: str, caller: ChildRecord | None = None) -> ChildStatus:
+        """Hand a message to a child, to be seen before its next model call; its status counts what was sent and seen.
+
+        Raises:
+            UsageMistake: the child has ended, so nobody would see it.
+        """
+        self._check_process()
+        with self._lock:
+            record = self._find([ref], caller)[0]
+            if record.outcome is not None or record.ended:
+                raise UsageMistake(
+                    f"{record.id} is {record.state} and will make no further model call; nothing was sent"
+                )
+            record.messages_sent += 1
+            if record.pid is None:
+                record.undelivered.append(text)
+            status = record.status()
+            deliver = record.pid is not None
+        if deliver:
+            self._reactor.post(lambda: self._reactor.tell_child(record.id, m.Steer(text)))
+        return status
+
+    def cancel(self, ref: Ref, grace_s: float | None = None, caller: ChildRecord | None = None) -> CleanupReport:
+        """Stop one child and its descendants, and wait until their exits are confirmed.
+
+        Args:
+            grace_s: seconds for the cooperative request, None for the configured grace.
+        """
+        self._check_process()
+        with self._lock:
+            graces = self._find([ref], caller)[0].limits.graces
+        if grace_s is not None:
+            graces = replace(graces, shutdown_s=grace_s)
+        return self.stop("cancel", graces, [ref])
+
     # -- stopping
 
     def stop(self, verb: str, graces: Graces, refs: Sequence[Ref] | None = None) -> CleanupReport:
@@ -337,6 +475,14 @@ class Supervisor:
             with contextlib.suppress(NurseryError):
                 self._carry_out(effects)
             self._confirm(targets, waiter is None, done, began, graces, everything=refs is None)
+        except BaseException:
+            # An interrupt: who has been marked as stopping must have been told, too.
+            with self._lock:
+                self._registry.stop(targets, graces)
+                effects = self._registry.take_effects()
+            with contextlib.suppress(NurseryError):
+                self._carry_out(effects)
+            raise
         finally:
             with self._lock:
                 if waiter is not None:
@@ -357,7 +503,13 @@ class Supervisor:
         """Steps 1 to 3 of the module's docstring. The nursery is only killed if every child is to go."""
 
         def settled(until: float) -> bool:
-            return (already or done.acquire(timeout=max(0.0, until - time.monotonic()))) and self._all_gone(targets)
+            nonlocal already
+            already = already or done.acquire(timeout=max(0.0, until - time.monotonic()))
+            if already and not self._all_gone(targets):
+                # All have ended, but some of them only because an earlier stop gave them up: look at these themselves.
+                self._wait_by_pidfd(targets, until)
+                self._confirm_by_pidfd(targets)
+            return already and self._all_gone(targets)
 
         kill_due = began + graces.shutdown_s + graces.terminate_s
         give_up = kill_due + graces.kill_s
@@ -366,7 +518,6 @@ class Supervisor:
             self._reactor.kill_nursery()
         if settled(min(kill_due + _TAKEOVER_S, give_up)):
             return
-        already = False
         self._kill_directly(targets)
         if settled(give_up - graces.kill_s / 2):
             return
@@ -392,6 +543,16 @@ class Supervisor:
             for record in targets:
                 if record.pidfd is not None and not record.exit_seen:
                     posix.signal_pidfd(record.pidfd, signal.SIGKILL)
+
+    def _wait_by_pidfd(self, targets: list[ChildRecord], until: float) -> None:
+        with self._lock:
+            # Copies: the reactor closes the originals when it hears of an exit.
+            pidfds = [os.dup(r.pidfd) for r in targets if r.pidfd is not None and not r.exit_seen]
+        try:
+            for pidfd in pidfds:
+                posix.pidfd_has_exited(pidfd, until - time.monotonic())
+        finally:
+            close_fds(pidfds)
 
     def _confirm_by_pidfd(self, targets: list[ChildRecord]) -> None:
         """Confirm exits without the nursery's word."""
@@ -434,13 +595,17 @@ class Supervisor:
             self._carry_out(effects)
 
     def close(self) -> bool:
-        """End the nursery and our threads. Call it when every child has ended.
+        """End the nursery and our threads. Call it when every child has ended; those that have not are killed.
 
         Returns:
             whether they are gone.
         """
         if os.getpid() != self._pid:
             return True
+        if self.live_ids:
+            with self._lock:
+                graces = self._registry.limits.graces.from_kill()
+            self.stop("close", graces)
         gone = self._reactor.close(_CLOSE_S)
         self.observers.close()
         return gone
@@ -474,18 +639,33 @@ class Supervisor:
             record.started_wall = time.time()
             record.started_mono = record.active_mono = time.monotonic()
             self._registry.apply(record, Event.STARTED)
+            waiting.extend(record.undelivered)
+            record.undelivered.clear()
 
+        waiting: list[str] = []
         self._apply(child_id, change)
+        for text in waiting:
+            self._reactor.tell_child(child_id, m.Steer(text))
         if not kept and pidfd is not None:
             close_fds([pidfd])
 
     def on_spawn_failed(self, child_id: str, error: str) -> None:
         self._apply(child_id, lambda record: self._registry.apply(record, Event.SPAWN_FAILED, error=error))
 
+    def on_never_started(self, child_id: str, error: str) -> None:
+        self._apply(child_id, lambda record: self._registry.never_started(record, error))
+
     def on_timed_out(self, child_id: str) -> None:
         def change(record: ChildRecord) -> None:
-            timeout_s = record.limits.per_child_timeout_s if record.spec.timeout_s is None else record.spec.timeout_s
-            self._registry.apply(record, Event.TIMEOUT, error=f"timed out after {timeout_s:g} s")
+            self._registry.apply(record, Event.TIMEOUT, error=f"timed out after {record.timeout_s:g} s")
+
+        self._apply(child_id, change)
+
+    def on_over_limit(self, child_id: str, private_bytes: int) -> None:
+        def change(record: ChildRecord) -> None:
+            limit = record.limits.memory_limit_bytes or 0
+            text = f"memory limit: it used {private_bytes >> 20} MiB of its own, memory_limit_bytes={limit}"
+            self._registry.apply(record, Event.LIMIT, graces=record.limits.graces.from_kill(), error=text)
 
         self._apply(child_id, change)
 
@@ -497,9 +677,8 @@ class Supervisor:
                 tally.killed += message.killed
                 tally.leftover.update(message.leftover)
             self._registry.exited(record, message.code, error or _exit_text(message.code))
-            if record.ended and record.exit_seen and record.pidfd is not None:
-                pidfd, record.pidfd = record.pidfd, None
-                close_fds([pidfd])
+            if record.ended and record.exit_seen:
+                self._close_pidfd(record)
 
         self._apply(message.id, change)
 
@@ -529,6 +708,15 @@ class Supervisor:
                 self._serve_status(child_id, message)
             case m.AskWait():
                 self._serve_wait(child_id, message)
+            case m.AskCancel():
+                self._serve_cancel(child_id, message)
+            case m.AskSend():
+                caller = self._caller(child_id)
+                self._answer(child_id, message.request, lambda: [self.send((message.id, None), message.text, caller)])
+            case m.AskCall():
+                self._serve_call(child_id, message)
+            case m.CallEnded():
+                self._call_ended(child_id, message)
             case _:
                 self._apply(child_id, lambda record: self._note(record, message))
         close_fds(fds)
@@ -538,8 +726,8 @@ class Supervisor:
         match message:
             case m.Iteration(number):
                 record.iterations = number
-            case m.CallEnded(usage):
-                record.usage += usage
+            case m.SteerSeen(total):
+                record.messages_seen = total
             case m.Failure(error):
                 self._registry.apply(record, Event.FAILURE, error=error)
             case m.Answer(result):
@@ -587,56 +775,115 @@ class Supervisor:
             self._answer(child_id, ask.request, lambda: self.status(refs, caller))
 
     def _answer(self, child_id: str, request: int, produce: Callable[[], list[ChildStatus]]) -> None:
+        self._reactor.tell_child(child_id, self._reply(request, produce))
+
+    @staticmethod
+    def _reply(request: int, produce: Callable[[], list[ChildStatus]]) -> m.Reply:
         try:
-            reply = m.Reply(request, statuses=tuple(produce()))
+            return m.Reply(request, statuses=tuple(produce()))
         except RLMError as error:
-            reply = error_reply(request, error)
-        self._reactor.tell_child(child_id, reply)
+            return error_reply(request, error)
+
+    def _serve_cancel(self, child_id: str, ask: m.AskCancel) -> None:
+        """Carry out a child's cancel on a thread of its own: it waits for exits that this thread must report."""
+        caller = self._caller(child_id)
+        if caller is None:
+            return
+        ref = (ask.id, None)
+
+        def cancel() -> None:
+            def produce() -> list[ChildStatus]:
+                report = self.cancel(ref, ask.grace_s, caller)
+                if not report.ok:
+                    raise ChildCleanupError(report.summary(), report.survivors, report)
+                return self.status([ref], caller)
+
+            reply = self._reply(ask.request, produce)
+            self._reactor.post(lambda: self._reactor.tell_child(child_id, reply))
+
+        thread = threading.Thread(target=cancel, name="rlm-cancel", daemon=True)
+        hide_from_debugger(thread)
+        thread.start()
+
+    def _serve_call(self, child_id: str, ask: m.AskCall) -> None:
+        def answer(reply: m.Reply) -> None:
+            self._reactor.post(lambda: self._reactor.tell_child(child_id, reply))
+
+        with self._lock:
+            limit = self._gate.max_tokens
+            granted, refused = m.Reply(ask.request), error_reply(ask.request, budget_error(limit))
+            record = self._registry.records.get(child_id)
+            if record is None or record.ended:
+                return
+            permission = self._gate.ask(child_id, lambda: answer(granted), lambda: answer(refused))
+        if permission is not Permission.QUEUED:
+            self._reactor.tell_child(child_id, granted if permission is Permission.GRANTED else refused)
+
+    def _call_ended(self, child_id: str, message: m.CallEnded) -> None:
+        answers: list[Callable[[], None]] = []
+
+        def change(record: ChildRecord) -> None:
+            record.active_mono = time.monotonic()
+            record.usage += message.usage
+            if message.permitted:
+                answers.extend(self._gate.ended(child_id, message.usage))
+            else:
+                self._gate.spent += message.usage.total_tokens
+
+        self._apply(child_id, change)
+        for answer in answers:
+            answer()
 
     def _serve_wait(self, child_id: str, ask: m.AskWait) -> None:
         caller = self._caller(child_id)
         if caller is None:
             return
         refs = [(i, None) for i in ask.ids]
-        finished = False
+
+        timer: Timer | None = None
 
         def reply() -> None:
+            self._reactor.cancel_timer(timer)
             self._answer(child_id, ask.request, lambda: self.status(refs, caller))
 
-        def over(*, at_once: bool) -> None:
-            nonlocal finished
-            with self._lock:
-                if finished:
-                    return
-                finished = True
-                if waiter is not None:
-                    self._registry.remove_waiter(waiter)
-                self._registry.end_wait(caller, lambda: self._reactor.post(reply), at_once=at_once)
-                effects = self._registry.take_effects()
+        def resumed() -> None:
             self._publish(caller)
-            self._carry_out(effects)
+            self._reactor.post(reply)
 
         waiter = None
         try:
             with self._lock:
                 records = self._find(refs, caller)
-                waiter = self._registry.add_waiter(records, ask.any, lambda: over(at_once=False))
-                if waiter is not None and ask.timeout_s != 0:
-                    self._registry.begin_wait(caller)
+                if ask.timeout_s != 0:
+                    waiter = self._registry.begin_wait(caller, records, ask.any, resumed)
                 effects = self._registry.take_effects()
         except RLMError as error:
             self._reactor.tell_child(child_id, error_reply(ask.request, error))
             return
-        if waiter is None or ask.timeout_s == 0:
-            if waiter is not None:
-                with self._lock:
-                    self._registry.remove_waiter(waiter)
+        if waiter is None:
             reply()
             return
         self._publish(caller)
         self._carry_out(effects)
         if ask.timeout_s is not None:
-            self._reactor.call_at(time.monotonic() + ask.timeout_s, lambda: over(at_once=True))
+            timer = self._reactor.call_at(time.monotonic() + ask.timeout_s, lambda: self._wait_timed_out(waiter))
+
+    def _wait_timed_out(self, waiter: Waiter) -> None:
+        with self._lock:
+            self._registry.wait_timed_out(waiter)
+            effects = self._registry.take_effects()
+        self._carry_out(effects)
+
+
+ROOT = ""
+"""How the root is called at the gate for model calls."""
+
+
+def budget_error(limit: int | None) -> ChildLimitError:
+    """Say that the token budget is spent."""
+    return ChildLimitError(
+        "max_total_tokens", limit, f"max_total_tokens exceeded: the episode's budget of {limit} tokens is spent"
+    )
 
 
 def error_reply(request: int, error: RLMError) -> m.Reply:

@@ -67,13 +67,15 @@ class Link:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._channel: Channel[m.Start | m.Reply] = Channel(sock, m.ToChild)
+        self._channel: Channel[m.Start | m.Reply | m.Steer] = Channel(sock, m.ToChild)
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._sending = threading.Lock()
         self._leading = threading.Lock()
         self._shields = 0
+        self._inbox: list[str] = []
+        self._seen = 0
         self.stop_requested = False
         self.start: m.Start | None = None
         self.attachments: tuple[int, ...] = ()
@@ -164,17 +166,42 @@ class Link:
 
     def _read_replies(self) -> None:
         self._channel.wait_readable()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Hand out what has arrived. The caller is the leader."""
         with self._shielded():
             received = self._channel.receive()
         for message, fds in received:
             close_fds(fds)
-            if isinstance(message, m.Reply) and (pending := self._pending.get(message.request)) is not None:
+            if isinstance(message, m.Steer):
+                self._inbox.append(message.text)
+            elif isinstance(message, m.Reply) and (pending := self._pending.get(message.request)) is not None:
                 pending.reply = message
                 if pending.wake.locked():
                     with contextlib.suppress(RuntimeError):
                         pending.wake.release()
         if self._channel.eof:
             raise ChannelClosed("the kernel is gone")
+
+    def take_messages(self) -> list[str]:
+        """Return the messages that were sent to this run since the last call, and acknowledge them. Never blocks.
+
+        Raises:
+            ChannelClosed: the root process is gone.
+        """
+        # If another thread leads, it has put into the inbox whatever came.
+        if self._leading.acquire(blocking=False):
+            try:
+                self._take_in()
+            finally:
+                self._leading.release()
+                self._wake_one_waiter()
+        messages, self._inbox = self._inbox, []
+        if messages:
+            self._seen += len(messages)
+            self.notify(m.SteerSeen(self._seen))
+        return messages
 
     def wait_for_start(self) -> m.Start | None:
         """Wait for the start message; None if the root is gone. Its attachments are then in `attachments`."""
@@ -183,8 +210,12 @@ class Link:
             for message, fds in self._channel.receive():
                 if isinstance(message, m.Start):
                     self.start, self.attachments = message, fds
-                    return message
+                    continue
                 close_fds(fds)
+                if isinstance(message, m.Steer):
+                    self._inbox.append(message.text)
+            if self.start is not None:
+                return self.start
         return None
 
 
@@ -201,7 +232,7 @@ def load_entry(dotted: str) -> Entry:
     return loaded
 
 
-def be_child(*, nursery_pid: int, channel_fd: int, log_fd: int) -> int:
+def be_child(*, nursery_pid: int, channel_fd: int, log_fd: int, memory_limit_bytes: int | None = None) -> int:
     """Run one child from its reset to its exit code. Called right after the fork, with the held signals blocked."""
     link: Link | None = None
 
@@ -215,6 +246,8 @@ def be_child(*, nursery_pid: int, channel_fd: int, log_fd: int) -> int:
         forking.reset_in_child(
             nursery_pid=nursery_pid, keep_fds=(), log_fd=log_fd, on_sigint=on_sigint, channel_fd=channel_fd
         )
+        if memory_limit_bytes is not None:
+            forking.limit_address_space(memory_limit_bytes)
         start = link.wait_for_start()
         return EXIT_NO_ANSWER if start is None else _run(link, start)
     except StopRequested:

@@ -90,7 +90,7 @@ class Interpreter:
         before = dict(self.namespace)
         try:
             self._running = True
-            with self._captured() as (out, err):
+            with self._captured(code) as (out, err):
                 result = self._run(code)
         finally:
             self._running = False
@@ -124,7 +124,7 @@ class Interpreter:
         return bool(self._shell.should_run_async(code, **self._transformed(code)))
 
     @contextlib.contextmanager
-    def _captured(self) -> Iterator[tuple[CapturingStream, CapturingStream]]:
+    def _captured(self, code: str) -> Iterator[tuple[CapturingStream, CapturingStream]]:
         """Turn everything that the shell would show into text on the two streams."""
         from IPython.core.displaypub import DisplayPublisher
 
@@ -139,6 +139,7 @@ class Interpreter:
             stack.enter_context(contextlib.redirect_stderr(err))
             last_results = {name: shell.user_ns[name] for name in _LAST_RESULTS if name in shell.user_ns}
             hook = _plain_display_hook()(shell=shell, cache_size=0)
+            hook.code = code
             shell.user_ns.update(last_results)
             stack.enter_context(_attribute(shell, "displayhook", hook))
             stack.enter_context(_attribute(shell.display_trap, "hook", hook))
@@ -158,8 +159,14 @@ def _plain_display_hook() -> Any:
     class PlainDisplayHook(DisplayHook):
         """Write the repr of a trailing expression without the ``Out[n]:`` prompt."""
 
+        code = ""
+
         def write_output_prompt(self) -> None:
             pass
+
+        def quiet(self) -> bool:
+            """Tell whether the block ends in a semicolon. (The stock hook looks into the history, where blocks are not.)"""
+            return bool(self.semicolon_at_end_of_expression(self.code))
 
     return PlainDisplayHook
 
@@ -213,11 +220,12 @@ def _run_in_own_loop(make: Any) -> ExecutionResult:
             done.release()
 
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name="rlm-await", daemon=True).start()
+    thread = threading.Thread(target=context.run, args=(run,), name="rlm-await", daemon=True)
     try:
+        thread.start()
         done.acquire()
     except KeyboardInterrupt:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
         done.acquire(timeout=_UNWIND_S)
         raise

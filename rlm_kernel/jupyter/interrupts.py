@@ -1,24 +1,31 @@
 """Interrupt the cell that runs on the main thread, that cell only, and promptly.
 
-Who runs it: `arm`, `disarm` and the signal handler run on the main thread; `interrupt` on any other.
+Who runs it: `expect`, `arm`, `disarm`, `cancelling` and the signal handler run on the main thread; `interrupt` on any other.
 
-How it works. One SIGINT handler stands for the life of the kernel. It raises ``KeyboardInterrupt`` only while it is
-*armed*, so an interrupt that comes a moment after the end of a cell hits neither the machinery that sends the reply nor
-the next cell. `interrupt` sends the signal under a lock and only while a cell runs; afterwards it wakes the event loop,
-whose selector does not return by itself for a signal that is handled by a Python function.
+How it works. One SIGINT handler stands for the life of the kernel. It acts only while it is *armed*, so an interrupt that comes a moment
+after the end of a cell hits neither the machinery that sends the reply nor the next cell. `interrupt` sends the signal under a lock and
+only while a cell runs; afterwards it wakes the event loop, whose selector does not return by itself for a signal that is handled by a
+Python function. A request that is being taken up, but does not run code yet, is *expected*: an interrupt is remembered and raised by `arm`.
 
-How each step can fail: no cell runs (nothing is sent); the process is not the leader of its group (only this process is
-signalled, never a group that we do not lead); a second interrupt comes while the first unwinds (it raises again, as
-Python users expect).
+A cell with ``await`` is a task of the loop. While it awaits, the task is cancelled; while it runs code of its own (a busy loop, a
+blocking call), ``KeyboardInterrupt`` is raised right there. It must not be raised anywhere else then: it would leave through the loop and
+end the kernel.
+
+How each step can fail: no cell runs (nothing is sent); the process is not the leader of its group (only this process is signalled, never a
+group that we do not lead); a second interrupt comes while the first unwinds (it raises again, as Python users expect); code of the user's
+replaces the handler (`arm` puts it back, so only its own cell is affected).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 
 class CellInterrupts:
@@ -31,38 +38,83 @@ class CellInterrupts:
     def __init__(self, wake_loop: Callable[[], None]) -> None:
         self._wake_loop = wake_loop
         self._lock = threading.Lock()
+        self._expected = False
+        self._pending = False
         self._running = False
         self._armed = False
+        self._task: asyncio.Future[Any] | None = None
+        self._cell_globals: object = None
 
     def install(self) -> None:
         """Install the SIGINT handler. On the main thread."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
-    def _on_sigint(self, _signum: int, _frame: FrameType | None) -> None:
-        if self._armed:
+    def _on_sigint(self, _signum: int, frame: FrameType | None) -> None:
+        if not self._armed:
+            return
+        task = self._task
+        if task is None or self._runs_cell_code(task, frame):
             raise KeyboardInterrupt
+        task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def _runs_cell_code(self, task: asyncio.Future[Any], frame: FrameType | None) -> bool:
+        """Say whether the cell's own code is what the main thread runs, so that an exception comes out in it."""
+        if asyncio.current_task(task.get_loop()) is not task:
+            return False
+        while frame is not None:
+            if frame.f_globals is self._cell_globals:
+                return True
+            frame = frame.f_back
+        return False
+
+    @contextlib.contextmanager
+    def cancelling(self, task: asyncio.Future[Any], cell_globals: object) -> Iterator[None]:
+        """Treat the cell as a task of the loop for the length of the block.
+
+        Args:
+            task: the task that runs the cell.
+            cell_globals: the globals of the cell's code.
+        """
+        self._task, self._cell_globals = task, cell_globals
+        try:
+            yield
+        finally:
+            self._task = None
+
+    def expect(self) -> None:
+        """A cell is being taken up; its code does not run yet."""
+        with self._lock:
+            self._expected, self._pending = True, False
 
     def arm(self) -> None:
-        """A cell (or another handler that runs code of the user's) begins."""
+        """A cell (or another handler that runs code of the user's) begins.
+
+        Raises:
+            KeyboardInterrupt: an interrupt came while the cell was expected.
+        """
+        signal.signal(signal.SIGINT, self._on_sigint)
         with self._lock:
-            self._running = True
-        self._armed = True
+            if self._pending:
+                self._pending = False
+                raise KeyboardInterrupt
+            self._running = self._armed = True
 
     def disarm(self) -> None:
         """It has ended. May be called twice."""
         self._armed = False
         with self._lock:
-            self._running = False
+            self._running = self._expected = self._pending = False
 
     def interrupt(self) -> bool:
         """Send SIGINT to the running cell, and to what it started in this process group.
 
         Returns:
-            whether a cell was running.
+            whether a cell was running, or about to.
         """
         with self._lock:
             if not self._running:
-                return False
+                self._pending = self._expected
+                return self._expected
             if os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGINT)
             else:

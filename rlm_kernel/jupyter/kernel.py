@@ -12,9 +12,11 @@ same and then ends the process. A cell that finalizes stops the children before 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -54,6 +56,7 @@ class RLMKernel(IPythonKernel):
         self.unwound = threading.Event()
         self.exit_code = 0
         self._closing: Future[CleanupReport] | None = None
+        self._closing_cell: Future[CleanupReport] | None = None  # the close that interrupted the main thread's cell
         self._joined: set[str] = set()
         self._shutdown: dict[str, Any] | None = None
         self._late_shutdowns: list[tuple[Any, Any]] = []
@@ -82,7 +85,13 @@ class RLMKernel(IPythonKernel):
 
     def pre_handler_hook(self) -> None:
         """Arm for the handlers that run code of the user's outside of cells (comms, completion). Cells arm themselves."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self.get_parent("shell")["header"]["msg_type"] == "execute_request":
+            # Raising before there is anybody to make a reply of it would lose the reply.
+            self._closing_cell = None
+            self.interrupts.expect()
+        else:
             self.interrupts.arm()
 
     def post_handler_hook(self) -> None:
@@ -101,11 +110,9 @@ class RLMKernel(IPythonKernel):
         cell_id: str | None = None,
     ) -> dict[str, Any]:
         on_main = threading.current_thread() is threading.main_thread()
-        if on_main:
-            self.interrupts.disarm()
         refusal = self._refusal(code)
         if refusal is not None:
-            return self._error_reply(refusal, silent)
+            return self._error_reply(refusal, silent, uncounted=store_history)
         self._furnish()
         arguments = (code, silent, store_history, user_expressions, allow_stdin)
         keywords = {"cell_meta": cell_meta, "cell_id": cell_id}
@@ -113,9 +120,11 @@ class RLMKernel(IPythonKernel):
             reply = await self._execute_interruptibly(arguments, keywords)
         else:
             reply = await super().do_execute(*arguments, **keywords)
-        return await self._after_cell(reply, silent)
+        return await self._after_cell(reply, silent, on_main)
 
     async def _execute_interruptibly(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        _code, silent, store_history, *_ = arguments
+        count = self.execution_count
         try:
             try:
                 self.interrupts.arm()
@@ -126,7 +135,14 @@ class RLMKernel(IPythonKernel):
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
             # It came when the cell's code had ended already, or outside of it: the reply is lost, so make one.
             self.interrupts.disarm()
-            return self._error_reply(error, silent=False)
+            return self._error_reply(error, silent, uncounted=store_history and self.execution_count == count)
+
+    @contextlib.contextmanager
+    def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
+        """Make a cell with ``await`` interruptible, whether it awaits or runs code."""
+        assert self.shell is not None
+        with self.interrupts.cancelling(future, self.shell.user_global_ns):
+            yield
 
     def _refusal(self, code: str) -> RLMError | None:
         """Say why this cell may not run, None if it may."""
@@ -144,9 +160,9 @@ class RLMKernel(IPythonKernel):
             self.shell.user_ns.setdefault(name, function)
         self.rlm.finalization.begin_cell()
 
-    async def _after_cell(self, reply: dict[str, Any], silent: bool) -> dict[str, Any]:
+    async def _after_cell(self, reply: dict[str, Any], silent: bool, on_main: bool) -> dict[str, Any]:
         """Hold the reply until every stop that concerns the cell is confirmed."""
-        closing = self._closing
+        closing = (self._closing_cell if on_main else None) or self._closing
         if closing is not None:
             report = await asyncio.wrap_future(closing)
             if report.stopped or not report.ok:
@@ -159,9 +175,17 @@ class RLMKernel(IPythonKernel):
             return self._error_reply(failure, silent)
         return reply
 
-    def _error_reply(self, error: BaseException, silent: bool) -> dict[str, Any]:
-        """Show an error as a cell's error, and return the reply for it."""
+    def _error_reply(self, error: BaseException, silent: bool, *, uncounted: bool = False) -> dict[str, Any]:
+        """Show an error as a cell's error, and return the reply for it.
+
+        Args:
+            error: the error.
+            silent: whether nothing is to be shown.
+            uncounted: whether the shell has not counted this cell, although its number has been announced.
+        """
         assert self.shell is not None
+        if uncounted and not silent:
+            self.shell.execution_count += 1
         content = {
             "ename": type(error).__name__,
             "evalue": str(error),
@@ -219,10 +243,12 @@ class RLMKernel(IPythonKernel):
 
     async def _close_after_interrupting(self) -> CleanupReport:
         outcome: Future[CleanupReport] = Future()
-        self._closing = outcome
+        # The cell may be slower to unwind than the children are to end: it must find the outcome then, too.
+        self._closing = self._closing_cell = outcome
         try:
             self.rlm.lifecycle.begin()
-            self.interrupts.interrupt()
+            if not self.interrupts.interrupt():
+                self._closing_cell = None
             report = await asyncio.wrap_future(run_off_thread(lambda: self.rlm.close(begun=True)))
             outcome.set_result(report)
         except BaseException:

@@ -27,8 +27,9 @@ from rlm_kernel.session import contexts
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
 from rlm_kernel.session.model_repl import ModelREPL
 from rlm_kernel.session.models import ModelAccess
-from rlm_kernel.session.ports import LinkPort
+from rlm_kernel.session.ports import LinkPort, checked
 from rlm_kernel.session.tasks import Inherited, sendable_text, unpack_inherited, unpack_task
+from rlm_kernel.values import CodeResult, Usage
 from rlm_kernel.wire import messages as m
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def run(link: Link, start: m.Start) -> str:
     models = ModelAccess(
         functools.partial(build_client, factory),
         model=task.model or inherited.model,
-        on_usage=lambda usage: link.notify(m.CallEnded(usage)),
+        meter=LinkMeter(link, asks=inherited.asks_for_calls),
     )
     _ = models.client  # built now, with the secrets still in the environment
     secrets = secret_values(start.secret_environ)
@@ -99,7 +100,8 @@ def run(link: Link, start: m.Start) -> str:
             trajectory=trajectory,
             task_variable="context" if task.context is None else "task",
             events=RunEvents(
-                before_model_call=lambda messages: _check_stop(link, messages),
+                before_model_call=lambda messages: _with_messages(link, _check_stop(link, messages)),
+                on_block_end=lambda _iteration, _index, _code, result: _check_memory(inherited, result),
                 on_iteration=lambda record: link.notify(m.Iteration(record.iteration)),
             ),
         )
@@ -119,10 +121,39 @@ def _check_stop(link: Link, messages: list[Any]) -> list[Any]:
     return messages
 
 
+def _check_memory(inherited: Inherited, result: CodeResult) -> None:
+    """End the run if an allocation of its code ran into the bound on its address space."""
+    if inherited.memory_limit_bytes is not None and (result.exception or "").startswith("MemoryError"):
+        raise ChildFailedError(f"memory limit: an allocation failed, memory_limit_bytes={inherited.memory_limit_bytes}")
+
+
+def _with_messages(link: Link, messages: list[Any]) -> list[Any]:
+    """Add what the parent has sent since the last model call."""
+    return messages + [
+        {"role": "user", "content": f"A message from the run that started you:\n{text}"}
+        for text in link.take_messages()
+    ]
+
+
+class LinkMeter:
+    """The meter of a child: tells the supervisor what calls cost and, where they are bounded, asks before each."""
+
+    def __init__(self, link: Link, *, asks: bool) -> None:
+        self._link = link
+        self._asks = asks
+
+    def begin_call(self) -> None:
+        if self._asks:
+            checked(self._link.request(m.AskCall))
+
+    def end_call(self, usage: Usage) -> None:
+        self._link.notify(m.CallEnded(usage, permitted=self._asks))
+
+
 def features(depth: int, max_depth: int) -> PromptFeatures:
     """Say which helpers a managed run of this depth has."""
     may_nest = depth + 1 < max_depth
-    return PromptFeatures(background=may_nest, share=may_nest, depth=depth, max_depth=max_depth)
+    return PromptFeatures(background=may_nest, steering=may_nest, share=may_nest, depth=depth, max_depth=max_depth)
 
 
 def _furnish(

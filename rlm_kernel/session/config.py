@@ -7,6 +7,8 @@ it comes from, meets the same checks: those of `ManagedChildConfig`.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +34,20 @@ def _whole(text: str) -> int | None:
 
 def _number(text: str) -> float | None:
     return None if _text(text) is None else float(text)
+
+
+def _dotted(text: str) -> Callable[..., Any] | None:
+    """Import ``module:callable``."""
+    if _text(text) is None:
+        return None
+    module, colon, name = text.strip().partition(":")
+    try:
+        found = functools.reduce(getattr, name.split("."), importlib.import_module(module)) if colon else None
+    except (ImportError, AttributeError):
+        found = None
+    if not callable(found):
+        raise ValueError(text)
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -65,6 +81,15 @@ SETTINGS: dict[str, Setting] = {
     "per_child_timeout_s": Setting(
         _number, "a number of seconds", "wall-clock seconds per child", "RLM_PER_CHILD_TIMEOUT_S"
     ),
+    "memory_limit_bytes": Setting(
+        _whole, "a whole number or none", "private memory that a child may use, in bytes", "RLM_MEMORY_LIMIT_BYTES"
+    ),
+    "max_total_tokens": Setting(_whole, "a whole number or none", "token budget of an episode, children included"),
+    "max_concurrent_model_calls": Setting(
+        _whole, "a whole number or none", "model calls under way at once, children included"
+    ),
+    "on_subcall_start": Setting(_dotted, '"module:callable" or none', "called as (depth, model, prompt_preview)"),
+    "on_subcall_complete": Setting(_dotted, '"module:callable" or none', "called as (depth, model, seconds, error)"),
     "result_truncation_limit": Setting(_whole, "a whole number or none", "characters after which an answer is cut"),
     "shutdown_grace_s": Setting(
         _number, "a number of seconds", "seconds for the cooperative stop", "RLM_SHUTDOWN_GRACE_S"

@@ -12,11 +12,12 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from rlm_kernel.children.worker import INHERITED
 from rlm_kernel.errors import PayloadError, UsageMistake
 from rlm_kernel.wire.anonymous import anonymous_file, map_private, read_anonymous
 from rlm_kernel.wire.channel import close_fds
@@ -38,16 +39,33 @@ class EncodedContext(msgspec.Struct, frozen=True):
         inline: the content, if it is small.
         in_file: whether the content is in the attached file instead.
         sizes: for a pickle in a file: length of the pickle, then of each buffer.
+        held: the key under which the nursery holds it, so that the child has inherited it.
     """
 
     kind: str
     inline: bytes = b""
     in_file: bool = False
     sizes: tuple[int, ...] = ()
+    held: str = ""
 
 
-def encode(obj: Any) -> tuple[EncodedContext, tuple[int, ...]]:
+Hold = Callable[[object], EncodedContext | None]
+"""Gives a reference to an object that the children inherit, None for one that they do not."""
+
+
+def inherited_reference(obj: object) -> EncodedContext | None:
+    """Return a reference to an object that this process has inherited from the nursery: its children will, too."""
+    for key, value in INHERITED.items():
+        if value is obj:
+            return EncodedContext(TEXT if isinstance(value, str) else BYTES, held=key)
+    return None
+
+
+def encode(obj: Any, hold: Hold = inherited_reference) -> tuple[EncodedContext, tuple[int, ...]]:
     """Encode a context.
+
+    Args:
+        hold: knows what children inherit.
 
     Returns:
         the encoded form, and the descriptors that travel with it (owned by the caller).
@@ -56,7 +74,9 @@ def encode(obj: Any) -> tuple[EncodedContext, tuple[int, ...]]:
         PayloadError: the object cannot be pickled.
     """
     if isinstance(obj, SharedContext):
-        return obj.reference()
+        return obj.reference(hold)
+    if (held := hold(obj)) is not None:
+        return held, ()
     if type(obj) is str:
         return _encode_plain(TEXT, obj.encode("utf-8", "surrogatepass"))
     if type(obj) is bytes:
@@ -92,6 +112,11 @@ def _encode_plain(kind: str, data: bytes) -> tuple[EncodedContext, tuple[int, ..
 
 def decode(encoded: EncodedContext, fds: Sequence[int]) -> Any:
     """Rebuild a context in the process that asked for it. Closes the descriptors."""
+    if encoded.held:
+        try:
+            return INHERITED[encoded.held]
+        except KeyError:
+            raise PayloadError("the shared context was released before this child was started") from None
     try:
         if encoded.kind == PICKLE:
             return _unpickle(encoded, fds)
@@ -120,7 +145,9 @@ class SharedContext:
     """
 
     def __init__(self, obj: Any) -> None:
-        self._encoded, fds = encode(obj)
+        # Text and bytes cannot change, so they need no snapshot; and the nursery can hold them for all children.
+        self._plain = obj if type(obj) in (str, bytes) else None
+        self._encoded, fds = encode(obj, lambda _obj: None)
         self._fd = fds[0] if fds else -1
         self._lock = threading.Lock()
         self._closed = False
@@ -128,8 +155,11 @@ class SharedContext:
         self.type_name = type(obj).__name__
         self.size_bytes = os.fstat(self._fd).st_size if self._fd >= 0 else len(self._encoded.inline)
 
-    def reference(self) -> tuple[EncodedContext, tuple[int, ...]]:
+    def reference(self, hold: Hold = lambda _obj: None) -> tuple[EncodedContext, tuple[int, ...]]:
         """Return the encoded form with fresh descriptors, which the caller owns.
+
+        Args:
+            hold: knows what children inherit.
 
         Raises:
             UsageMistake: a reset has released the memory.
@@ -137,6 +167,8 @@ class SharedContext:
         with self._lock:
             if self._closed:
                 raise UsageMistake("this shared context was released by a reset; call rlm_share again")
+            if self._plain is not None and (held := hold(self._plain)) is not None:
+                return held, ()
             return self._encoded, ((os.dup(self._fd),) if self._fd >= 0 else ())
 
     def restore(self) -> Any:
@@ -146,7 +178,7 @@ class SharedContext:
     def close(self) -> None:
         """Release the memory. May be called twice."""
         with self._lock:
-            fd, self._fd, self._closed = self._fd, -1, True
+            fd, self._fd, self._closed, self._plain = self._fd, -1, True, None
         if fd >= 0 and os.getpid() == self._owner:
             os.close(fd)
 

@@ -56,6 +56,25 @@ class ChildHandle:
         """
         return result_of(self.status())
 
+    def cancel(self, *, grace_s: float | None = None) -> ChildStatus:
+        """Stop the child and its descendants; returns when their exits are confirmed.
+
+        Args:
+            grace_s: seconds for the cooperative request, None for the configured grace.
+
+        Raises:
+            ChildCleanupError: an exit could not be confirmed in time.
+        """
+        return self._port.cancel(self.ref, check_timeout(grace_s, "grace_s"))
+
+    def send(self, message: str) -> None:
+        """Send the child's model a message, which it sees before its next call. The status counts what was seen.
+
+        Raises:
+            UsageMistake: the child has ended.
+        """
+        self._port.send(self.ref, check_message(message))
+
     def __await__(self) -> Generator[Any, None, str]:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -87,8 +106,19 @@ class ChildHandle:
         return f"<ChildHandle {self.id}{named} {state}>"
 
 
-def check_timeout(timeout_s: object) -> float | None:
-    """Check a ``timeout_s`` argument.
+def check_message(message: object) -> str:
+    """Check a message for a child.
+
+    Raises:
+        UsageMistake: it is no text, or empty.
+    """
+    if not isinstance(message, str) or not message.strip():
+        raise UsageMistake(f"message must be a non-empty string, got {type(message).__name__}: {message!r}")
+    return message.encode("utf-8", "backslashreplace").decode()
+
+
+def check_timeout(timeout_s: object, name: str = "timeout_s") -> float | None:
+    """Check an argument in seconds.
 
     Raises:
         UsageMistake: it is no number of seconds.
@@ -96,7 +126,7 @@ def check_timeout(timeout_s: object) -> float | None:
     if timeout_s is None:
         return None
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s != timeout_s or timeout_s < 0:
-        raise UsageMistake(f"timeout_s={timeout_s!r}: must be a number of seconds (0 or more), or None")
+        raise UsageMistake(f"{name}={timeout_s!r}: must be a number of seconds (0 or more), or None")
     return None if timeout_s == float("inf") else float(timeout_s)
 
 

@@ -7,7 +7,8 @@ what the episode allows right now.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from rlm_kernel.errors import (
     PayloadError,
     PeerFailed,
     UsageMistake,
+    WaitTimedOut,
 )
 from rlm_kernel.session.contexts import SharedContext
-from rlm_kernel.session.handles import ChildHandle, check_timeout, result_of
+from rlm_kernel.session.handles import ChildHandle, check_message, check_timeout, result_of
 from rlm_kernel.session.models import ModelAccess
 from rlm_kernel.session.ports import ChildrenPort, ChildRequest
 from rlm_kernel.session.tasks import sendable_text
@@ -36,6 +38,9 @@ HELPER_NAMES = (
     "rlm_status",
     "rlm_wait",
     "rlm_result",
+    "rlm_as_completed",
+    "rlm_cancel",
+    "rlm_send",
     "rlm_share",
     "FINAL",
     "FINAL_VAR",
@@ -184,10 +189,10 @@ class Helpers:
         """
         _check_batch(prompts)
         with contextlib.ExitStack() as stack:
-            if len(prompts) > 1 and not (context is None or isinstance(context, list | SharedContext)):
-                # One snapshot for all, rather than a copy for each. It is let go when every child has its own descriptor of it.
-                if not self._at_depth_limit():
-                    context = stack.enter_context(contextlib.closing(SharedContext(context)))
+            is_one = not (context is None or isinstance(context, list | SharedContext))
+            if is_one and len(prompts) > 1 and not self._at_depth_limit():
+                # One snapshot for all, rather than a copy for each. Let go when every child has its own descriptor of it.
+                context = stack.enter_context(contextlib.closing(SharedContext(context)))
             contexts = _contexts_for(prompts, context)
             return self._batch(prompts, model, contexts, blocking, schema, timeout_s, name)
 
@@ -257,9 +262,9 @@ class Helpers:
         if return_when not in ("all", "any"):
             raise UsageMistake(f'return_when={return_when!r}: must be "all" or "any"')
         timeout = check_timeout(timeout_s)
-        single = isinstance(handle_or_handles, ChildHandle | str) or not isinstance(handle_or_handles, Iterable)
-        handles = [handle_or_handles] if single else list(handle_or_handles)
-        refs = [_ref(handle) for handle in handles]
+        several: Any = handle_or_handles
+        single = isinstance(several, ChildHandle | str) or not isinstance(several, Iterable)
+        refs = [_ref(handle) for handle in ([several] if single else several)]
         if not refs:
             return []
         distinct = list(dict.fromkeys(refs))
@@ -274,6 +279,56 @@ class Helpers:
             ChildFailedError: it ended without an answer.
         """
         return result_of(self._env.children().status([_ref(handle)])[0])
+
+    def rlm_as_completed(self, handles: Iterable[HandleLike], timeout_s: float | None = None) -> Iterator[ChildStatus]:
+        """Give the statuses of children as they end.
+
+        Args:
+            handles: handles or ids.
+            timeout_s: seconds from this call that the whole may take, None for as long as it takes.
+
+        Raises:
+            WaitTimedOut: the time was up before all had ended (raised by the iterator; nothing is cancelled by it).
+        """
+        timeout = check_timeout(timeout_s)
+        if isinstance(handles, ChildHandle | str):
+            handles = [handles]
+        refs = list(dict.fromkeys(_ref(handle) for handle in handles))
+        if refs:
+            self._env.children().status(refs)  # an unknown handle is an error here and now
+        return self._as_completed(refs, None if timeout is None else time.monotonic() + timeout)
+
+    def _as_completed(self, pending: list[Ref], deadline: float | None) -> Iterator[ChildStatus]:
+        port = self._env.children
+        while pending:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            statuses = port().wait(pending, left, True)
+            ended = [(ref, status) for ref, status in zip(pending, statuses, strict=True) if status.done]
+            if not ended:
+                ids = ", ".join(status.id for status in statuses)
+                raise WaitTimedOut(f"{len(statuses)} children have not ended in time: {ids}. They run on")
+            gone = {ref for ref, _ in ended}
+            pending = [ref for ref in pending if ref not in gone]
+            yield from sorted((status for _, status in ended), key=lambda s: (s.started_at or 0.0) + s.elapsed_s)
+
+    def rlm_cancel(self, handle: HandleLike, *, grace_s: float | None = None) -> ChildStatus:
+        """Stop one child and its descendants; returns when their exits are confirmed. Others are left alone.
+
+        Args:
+            grace_s: seconds for the cooperative request, None for the configured grace.
+
+        Raises:
+            ChildCleanupError: an exit could not be confirmed in time.
+        """
+        return self._env.children().cancel(_ref(handle), check_timeout(grace_s, "grace_s"))
+
+    def rlm_send(self, handle: HandleLike, message: str) -> None:
+        """Send a child's model a message, which it sees before its next call. The status counts what was seen.
+
+        Raises:
+            UsageMistake: the child has ended.
+        """
+        self._env.children().send(_ref(handle), check_message(message))
 
     def rlm_share(self, obj: Any) -> SharedContext:
         """Snapshot an object once, to pass it to many children as ``context=``.

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlm_kernel.errors import ForkedProcessError, ModelCallError
 from rlm_kernel.values import Completion, Message, ModelCall, Usage
@@ -25,13 +25,23 @@ BATCH_WORKERS = 8
 """Model calls of one ``llm_query_batched`` that are under way at once."""
 
 
+class CallMeter(Protocol):
+    """Counts model calls, and may bound them. Used from several threads."""
+
+    def begin_call(self) -> None:
+        """Wait until a call may be made; raises `ChildLimitError` if none may be made any more."""
+
+    def end_call(self, usage: Usage) -> None:
+        """A call has ended (with no usage, if it failed)."""
+
+
 class ModelAccess:
     """The models that one run may call.
 
     Args:
         build: builds the client, at the first call.
         model: the model that calls without ``model=`` use, None for the client's default.
-        on_usage: called with the usage of each call that ended.
+        meter: is asked before each call, and told what it cost.
     """
 
     def __init__(
@@ -39,11 +49,11 @@ class ModelAccess:
         build: Callable[[], ModelClient],
         *,
         model: str | None = None,
-        on_usage: Callable[[Usage], None] = lambda _usage: None,
+        meter: CallMeter | None = None,
     ) -> None:
         self._build = build
         self._model = model
-        self._on_usage = on_usage
+        self._meter = meter
         self._client: ModelClient | None = None
         self._lock = threading.Lock()
         self._calls: list[ModelCall] = []
@@ -71,9 +81,16 @@ class ModelAccess:
 
         Raises:
             ModelCallError: it failed.
+            ChildLimitError: the token budget of the tree is spent.
         """
-        completion = self.client.complete(messages, self._model if model is None else model)
-        self._count(completion.usage)
+        client, usage = self.client, Usage()
+        if self._meter is not None:
+            self._meter.begin_call()
+        try:
+            completion = client.complete(messages, self._model if model is None else model)
+            usage = completion.usage
+        finally:
+            self._count(usage)
         return completion
 
     def ask(self, prompt: str, model: str | None = None) -> str:
@@ -97,13 +114,11 @@ class ModelAccess:
 
         began = time.monotonic()
         chats: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        outcomes = complete_batch(
-            self.client, chats, self._model if model is None else model, max_workers=BATCH_WORKERS
-        )
+        _ = self.client  # built in this thread, once
+        outcomes = complete_batch(self, chats, model, max_workers=BATCH_WORKERS)
         answers = []
         for prompt, outcome in zip(prompts, outcomes, strict=True):
             if isinstance(outcome, Completion):
-                self._count(outcome.usage)
                 self._record(prompt, outcome, began, None)
                 answers.append(outcome.text)
             else:
@@ -121,7 +136,8 @@ class ModelAccess:
     def _count(self, usage: Usage) -> None:
         with self._lock:
             self._usage += usage
-        self._on_usage(usage)
+        if self._meter is not None:
+            self._meter.end_call(usage)
 
     def _record(self, prompt: str, completion: Completion, began: float, error: str | None) -> None:
         call = ModelCall(

@@ -48,12 +48,18 @@ class ChildrenPort(Protocol):
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
         """Wait until all (or any) have ended, or the time is up."""
 
+    def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
+        """Stop one child and its descendants; return when their exits are confirmed."""
+
+    def send(self, ref: Ref, message: str) -> ChildStatus:
+        """Hand a message to a child."""
+
     def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
         """Have ``callback`` called once when the child has ended; False if it has already."""
 
 
-def _encode_task(request: ChildRequest) -> tuple[bytes, tuple[int, ...]]:
-    encoded, fds = (None, ()) if request.context is None else contexts.encode(request.context)
+def _encode_task(request: ChildRequest, hold: contexts.Hold) -> tuple[bytes, tuple[int, ...]]:
+    encoded, fds = (None, ()) if request.context is None else contexts.encode(request.context, hold)
     return pack(ChildTask.of(request.prompt, request.model, encoded)), fds
 
 
@@ -100,12 +106,14 @@ def _is_sendable(text: str) -> bool:
     return True
 
 
-def _encode_all(requests: Sequence[ChildRequest]) -> list[tuple[ChildRequest, bytes, tuple[int, ...]]]:
+def _encode_all(
+    requests: Sequence[ChildRequest], hold: contexts.Hold = contexts.inherited_reference
+) -> list[tuple[ChildRequest, bytes, tuple[int, ...]]]:
     """Encode every request, or none: what was opened is closed again if one fails."""
     encoded: list[tuple[ChildRequest, bytes, tuple[int, ...]]] = []
     try:
         for request in requests:
-            encoded.append((request, *_encode_task(request)))
+            encoded.append((request, *_encode_task(request, hold)))
     except BaseException:
         for _, _, fds in encoded:
             close_fds(fds)
@@ -118,6 +126,7 @@ class RootPort:
 
     Args:
         supervisor: the supervisor.
+        hold: knows which contexts children inherit, and hands over those that they shall.
         prepare: called before each start, for what must exist on disk.
         inherited: gives, for a request's model, what its tree inherits (packed); called at each start.
         keep_env: gives the secret-looking variables that code may see.
@@ -128,12 +137,14 @@ class RootPort:
         self,
         supervisor: Supervisor,
         *,
+        hold: contexts.Hold,
         prepare: Callable[[], None],
         inherited: Callable[[str | None], bytes],
         keep_env: Callable[[], tuple[str, ...]],
         model_label: Callable[[str | None], str],
     ) -> None:
         self._supervisor = supervisor
+        self._hold = hold
         self._prepare = prepare
         self._inherited = inherited
         self._keep_env = keep_env
@@ -160,7 +171,7 @@ class RootPort:
                 timeout_s=request.timeout_s,
                 attachments=fds,
             )
-            for request, task, fds in _encode_all(requests)
+            for request, task, fds in _encode_all(requests, self._hold)
         ]
         return self._supervisor.start(specs)
 
@@ -169,6 +180,15 @@ class RootPort:
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
         return self._supervisor.wait(refs, timeout_s, any_=any_)
+
+    def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
+        report = self._supervisor.cancel(ref, grace_s)
+        if not report.ok:
+            raise errors.ChildCleanupError(report.summary(), report.survivors, report)
+        return self._supervisor.status([ref])[0]
+
+    def send(self, ref: Ref, message: str) -> ChildStatus:
+        return self._supervisor.send(ref, message)
 
     def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
         return self._supervisor.call_when_done(ref, callback)
@@ -198,15 +218,21 @@ class LinkPort:
             lambda number: m.AskSpawn(number, specs, dict(here.environ), here.cwd, here.sys_path),
             tuple(itertools.chain.from_iterable(fds for _, _, fds in encoded)),
         )
-        return list(_checked(reply).statuses)
+        return list(checked(reply).statuses)
 
     def status(self, refs: Sequence[Ref] | None) -> list[ChildStatus]:
         ids = None if refs is None else tuple(child_id for child_id, _ in refs)
-        return list(_checked(self._link.request(lambda number: m.AskStatus(number, ids))).statuses)
+        return list(checked(self._link.request(lambda number: m.AskStatus(number, ids))).statuses)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
         ids = tuple(child_id for child_id, _ in refs)
-        return list(_checked(self._link.request(lambda number: m.AskWait(number, ids, timeout_s, any_))).statuses)
+        return list(checked(self._link.request(lambda number: m.AskWait(number, ids, timeout_s, any_))).statuses)
+
+    def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
+        return checked(self._link.request(lambda number: m.AskCancel(number, ref[0], grace_s))).statuses[0]
+
+    def send(self, ref: Ref, message: str) -> ChildStatus:
+        return checked(self._link.request(lambda number: m.AskSend(number, ref[0], message))).statuses[0]
 
     def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
         def wait() -> None:
@@ -222,7 +248,7 @@ class LinkPort:
         return True
 
 
-def _checked(reply: m.Reply) -> m.Reply:
+def checked(reply: m.Reply) -> m.Reply:
     if reply.error is not None:
         _raise_again(reply)
     return reply

@@ -116,7 +116,9 @@ def run_in_namespace(
 
 def _features(session: RLMSession) -> PromptFeatures:
     max_depth: int = session.settings["max_depth"]
-    return PromptFeatures(background=max_depth > 1, share=max_depth > 1, depth=0, max_depth=max_depth)
+    return PromptFeatures(
+        background=max_depth > 1, steering=max_depth > 1, share=max_depth > 1, depth=0, max_depth=max_depth
+    )
 
 
 def _trajectory(session: RLMSession, path: str, turns: int, task: str) -> TrajectoryWriter:

@@ -23,6 +23,7 @@ from typing import Any
 import rlm_kernel
 from rlm_kernel.children.records import Limits
 from rlm_kernel.children.supervisor import NurserySettings, Supervisor
+from rlm_kernel.credentials import looks_secret
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.errors import (
     ChildCleanupError,
@@ -34,10 +35,12 @@ from rlm_kernel.errors import (
 from rlm_kernel.session.config import Settings
 from rlm_kernel.session.contexts import SharedContext
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.holding import HeldContexts
 from rlm_kernel.session.lifecycle import Lifecycle
 from rlm_kernel.session.models import ModelAccess, describe_model
 from rlm_kernel.session.ports import ChildrenPort, RootPort
 from rlm_kernel.session.rundir import RunFolder, default_root
+from rlm_kernel.session.subcalls import SubcallObserver
 from rlm_kernel.session.tasks import WARM_UP, Inherited, pack, pickle_factory
 from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, Usage
 
@@ -67,7 +70,10 @@ class RLMSession:
     ) -> None:
         self.settings = settings
         self.namespace = namespace
-        self._listeners: list[Callable[[ChildStatus], None]] = [] if on_change is None else [on_change]
+        subcalls = SubcallObserver(lambda name: self.settings[name])
+        self._listeners: list[Callable[[ChildStatus], None]] = [subcalls.on_change]
+        if on_change is not None:
+            self._listeners.append(on_change)
         self.episode_id = ""
         self.finalization = Finalization(lambda: self.namespace, lambda: HIDDEN_NAMES)
         self._shared: weakref.WeakSet[SharedContext] = weakref.WeakSet()
@@ -83,8 +89,10 @@ class RLMSession:
             paths=lambda run_id: self._folder.run_paths(run_id), on_change=self._tell_listeners, on_warning=on_warning
         )
         self.lifecycle = Lifecycle(self.supervisor, lambda: self.settings.bounds().graces)
+        self.held = HeldContexts(self.supervisor)
         self._port = RootPort(
             self.supervisor,
+            hold=self.held.reference,
             prepare=self._prepare_folder,
             inherited=self._inherited,
             keep_env=self._keep_env,
@@ -135,6 +143,9 @@ class RLMSession:
                 max_concurrent_children=bounds.max_concurrent_children,
                 per_child_timeout_s=bounds.per_child_timeout_s,
                 result_truncation_limit=bounds.result_truncation_limit,
+                memory_limit_bytes=bounds.memory_limit_bytes,
+                max_concurrent_model_calls=bounds.max_concurrent_model_calls,
+                max_total_tokens=bounds.max_total_tokens,
                 graces=bounds.graces,
             )
         )
@@ -172,13 +183,17 @@ class RLMSession:
         factory = self.settings.factory
         if factory is None:
             raise ModelNotConfigured
-        if self._models is None or self._models_for != (factory, self.settings.call_model):
+        # An edited key or address (`%env OPENAI_API_KEY=…`) must reach the next call, as it reaches the next child.
+        made_for = (factory, self.settings.call_model, _client_variables())
+        if self._models is None or self._models_for != made_for:
             from rlm_kernel.clients.base import build_client
 
             if self._models is not None:
                 self._spent += self._models.usage
-            self._models = ModelAccess(lambda: build_client(factory), model=self.settings.call_model)
-            self._models_for = (factory, self.settings.call_model)
+            self._models = ModelAccess(
+                lambda: build_client(factory), model=self.settings.call_model, meter=self.supervisor
+            )
+            self._models_for = made_for
         return self._models
 
     def _children(self) -> ChildrenPort:
@@ -223,6 +238,8 @@ class RLMSession:
                 max_depth=bounds.max_depth,
                 max_iterations=bounds.max_iterations,
                 max_children_per_batch=bounds.max_children_per_batch,
+                asks_for_calls=self.supervisor.gates_calls,
+                memory_limit_bytes=bounds.memory_limit_bytes,
             )
         )
 
@@ -287,7 +304,10 @@ class RLMSession:
 
     def _tell_listeners(self, status: ChildStatus) -> None:
         for listener in list(self._listeners):
-            listener(status)
+            try:
+                listener(status)
+            except Exception:
+                _log.warning("an observer raised for %s %s", status.id, status.state, exc_info=True)
 
     # -- verbs
 
@@ -315,6 +335,7 @@ class RLMSession:
             for shared in list(self._shared):
                 shared.close()
             self._shared.clear()
+            self.held.release()
             self._begin_episode()
 
         return self._run_verb("reset", begin_anew, begun=begun)
@@ -409,6 +430,11 @@ class RLMSession:
                 ],
             }
         )
+
+
+def _client_variables() -> dict[str, str]:
+    """Return the environment variables that a model client may have been built from."""
+    return {n: v for n, v in os.environ.items() if looks_secret(n) or n.endswith(("_BASE_URL", "_HOST"))}
 
 
 def _usage_dict(usage: Usage) -> dict[str, int]:

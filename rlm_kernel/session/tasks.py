@@ -42,6 +42,7 @@ class Inherited(msgspec.Struct, frozen=True):
         factory: the client factory by cloudpickle.
         root_model: how the configured model is called in trajectories.
         model: the model name that calls pass on if a task names none.
+        asks_for_calls: whether model calls are bounded, so that each must be asked for.
     """
 
     factory: bytes
@@ -50,6 +51,8 @@ class Inherited(msgspec.Struct, frozen=True):
     max_depth: int
     max_iterations: int
     max_children_per_batch: int | None
+    asks_for_calls: bool = False
+    memory_limit_bytes: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,6 +20,7 @@ class Spawn(msgspec.Struct, tag=True, frozen=True):
     id: str
     timeout_s: float
     graces: Graces
+    memory_limit_bytes: int | None = None
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -78,6 +79,13 @@ class TimedOut(msgspec.Struct, tag=True, frozen=True):
     id: str
 
 
+class OverLimit(msgspec.Struct, tag=True, frozen=True):
+    """The child uses more memory than it may; the nursery has killed it."""
+
+    id: str
+    private_bytes: int
+
+
 class Exited(msgspec.Struct, tag=True, frozen=True):
     """The child was reaped, its process group killed, and what it left behind reaped too.
 
@@ -93,7 +101,7 @@ class Exited(msgspec.Struct, tag=True, frozen=True):
     leftover: tuple[int, ...] = ()
 
 
-FromNursery = NurseryReady | Started | SpawnFailed | TimedOut | Exited
+FromNursery = NurseryReady | Started | SpawnFailed | TimedOut | OverLimit | Exited
 
 # ------------------------------------------------------------------------------------------------------ root → child
 
@@ -130,7 +138,13 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
     limit_value: int | float | None = None
 
 
-ToChild = Start | Reply
+class Steer(msgspec.Struct, tag=True, frozen=True):
+    """A message for the child's model, to be seen before its next call."""
+
+    text: str
+
+
+ToChild = Start | Reply | Steer
 
 # ------------------------------------------------------------------------------------------------------ child → root
 
@@ -172,6 +186,34 @@ class AskWait(msgspec.Struct, tag=True, frozen=True):
     any: bool
 
 
+class AskCancel(msgspec.Struct, tag=True, frozen=True):
+    """Stop a descendant and its own descendants; answered when their exits are confirmed. None: the configured grace."""
+
+    request: int
+    id: str
+    grace_s: float | None
+
+
+class AskSend(msgspec.Struct, tag=True, frozen=True):
+    """Hand a message to a descendant."""
+
+    request: int
+    id: str
+    text: str
+
+
+class AskCall(msgspec.Struct, tag=True, frozen=True):
+    """Ask for permission to make a model call; answered when there is room, or with an error when the budget is spent."""
+
+    request: int
+
+
+class SteerSeen(msgspec.Struct, tag=True, frozen=True):
+    """The child has put messages before its model: so many in all."""
+
+    total: int
+
+
 class Iteration(msgspec.Struct, tag=True, frozen=True):
     """The child has finished one more iteration of its loop."""
 
@@ -179,9 +221,10 @@ class Iteration(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallEnded(msgspec.Struct, tag=True, frozen=True):
-    """A model call of the child's has ended."""
+    """A model call of the child's has ended. ``permitted`` gives back what `AskCall` had given."""
 
     usage: Usage
+    permitted: bool = False
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
@@ -196,4 +239,16 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-FromChild = AskSpawn | AskStatus | AskWait | Iteration | CallEnded | Answer | Failure
+FromChild = (
+    AskSpawn
+    | AskStatus
+    | AskWait
+    | AskCancel
+    | AskSend
+    | AskCall
+    | SteerSeen
+    | Iteration
+    | CallEnded
+    | Answer
+    | Failure
+)
