@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_install(commands)
     _add_run(commands)
     _add_demo(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -88,6 +89,12 @@ def _add_demo(commands: Commands) -> None:
     parser.set_defaults(command=_demo)
 
 
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser("doctor", help="look for processes that outlived their kernel")
+    parser.add_argument("--sweep", action="store_true", help="kill them, and confirm that they are gone")
+    parser.set_defaults(command=_doctor)
+
+
 def _add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:
     shown = default or "the configured one"
     parser.add_argument("--model", default=default, metavar="SPEC", help=f"provider/model, or demo (default: {shown})")
@@ -103,6 +110,12 @@ def _demo(args: argparse.Namespace) -> int:
     from rlm_kernel.jupyter import run_command
 
     return run_command.demo(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rlm_kernel.jupyter import doctor
+
+    return doctor.run(args)
 
 
 if __name__ == "__main__":

@@ -231,3 +231,14 @@ def private_bytes(pid: int) -> int | None:
         return None
     wanted = (b"Private_Clean:", b"Private_Dirty:", b"Swap:")
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(wanted))
+
+
+def environ_value(pid: int, name: str) -> str | None:
+    """Return a variable of the environment that a process was exec'ed with, None if it has none or cannot be read."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    prefix = f"{name}=".encode()
+    found = next((entry for entry in environ.split(b"\0") if entry.startswith(prefix)), None)
+    return None if found is None else found[len(prefix) :].decode("utf-8", "replace")

@@ -68,22 +68,43 @@ class EndSignals:
                 return
 
 
-def leave_soon(unwound: threading.Event, code: Callable[[], int], before: Callable[[], None]) -> None:
+class LastResort:
     """End the process if its main thread does not unwind by itself.
 
+    Started early, since a process that is ending already starts no threads; it does nothing before it is armed.
+
     Args:
-        unwound: set when the main thread has left its loop.
         code: gives the exit code.
         before: called right before the process is ended, to flush what can be flushed.
     """
 
-    def watch() -> None:
-        if not unwound.wait(UNWIND_S):
-            try:
-                before()
-            finally:
-                os._exit(code())
+    def __init__(self, code: Callable[[], int], before: Callable[[], None]) -> None:
+        self._code = code
+        self._before = before
+        self._armed = threading.Event()
+        self._unwound = threading.Event()
+        self._started = False
 
-    thread = threading.Thread(target=watch, name="rlm-exit", daemon=True)
-    hide_from_debugger(thread)
-    thread.start()
+    def start(self) -> None:
+        """Start the thread that waits. May be called again."""
+        if not self._started:
+            self._started = True
+            thread = threading.Thread(target=self._watch, name="rlm-exit", daemon=True)
+            hide_from_debugger(thread)
+            thread.start()
+
+    def arm(self) -> None:
+        """Everything that had to be said has been said: the main thread has `UNWIND_S` seconds from now."""
+        self._armed.set()
+
+    def unwound(self) -> None:
+        """The main thread has left its loop; how long its exit hooks take is its own business."""
+        self._unwound.set()
+
+    def _watch(self) -> None:
+        self._armed.wait()
+        if not self._unwound.wait(UNWIND_S):
+            try:
+                self._before()
+            finally:
+                os._exit(self._code())

@@ -7,6 +7,10 @@ after the end of a cell hits neither the machinery that sends the reply nor the 
 only while a cell runs; afterwards it wakes the event loop, whose selector does not return by itself for a signal that is handled by a
 Python function. A request that is being taken up, but does not run code yet, is *expected*: an interrupt is remembered and raised by `arm`.
 
+The signal goes to the process group, for what the cell has started, and once more to the main thread: of a signal to a process, any of
+its threads may run the C handler, and then the main thread would go on sleeping in its system call. The second one is no interrupt of its
+own: what comes shortly after one that was asked for is its *echo*.
+
 A cell with ``await`` is a task of the loop. While it awaits, the task is cancelled; while it runs code of its own (a busy loop, a
 blocking call), ``KeyboardInterrupt`` is raised right there. It must not be raised anywhere else then: it would leave through the loop and
 end the kernel.
@@ -23,9 +27,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+
+_ECHO_S = 0.2
+"""Seconds after an interrupt in which a further signal is taken for its echo, unless another interrupt was asked for."""
 
 
 class CellInterrupts:
@@ -42,6 +51,8 @@ class CellInterrupts:
         self._pending = False
         self._running = False
         self._armed = False
+        self._due = False
+        self._echo_until = 0.0
         self._task: asyncio.Future[Any] | None = None
         self._cell_globals: object = None
 
@@ -51,6 +62,11 @@ class CellInterrupts:
 
     def _on_sigint(self, _signum: int, frame: FrameType | None) -> None:
         if not self._armed:
+            return
+        now = time.monotonic()
+        if self._due:
+            self._due, self._echo_until = False, now + _ECHO_S
+        elif now < self._echo_until:
             return
         task = self._task
         if task is None or self._runs_cell_code(task, frame):
@@ -103,7 +119,7 @@ class CellInterrupts:
         """It has ended. May be called twice."""
         self._armed = False
         with self._lock:
-            self._running = self._expected = self._pending = False
+            self._running = self._expected = self._pending = self._due = False
 
     def interrupt(self) -> bool:
         """Send SIGINT to the running cell, and to what it started in this process group.
@@ -115,9 +131,9 @@ class CellInterrupts:
             if not self._running:
                 self._pending = self._expected
                 return self._expected
+            self._due = True
             if os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGINT)
-            else:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         self._wake_loop()
         return True

@@ -25,8 +25,9 @@ from ipykernel.kernelapp import IPKernelApp
 from traitlets import Type
 
 from rlm_kernel._version import __version__
+from rlm_kernel.children.orphans import kill_orphans
 from rlm_kernel.errors import ChildCleanupError, ConfigurationError, RLMError
-from rlm_kernel.jupyter.exits import EndSignals, leave_soon
+from rlm_kernel.jupyter.exits import EndSignals, LastResort
 from rlm_kernel.jupyter.interrupts import CellInterrupts
 from rlm_kernel.jupyter.magics import RLMMagics
 from rlm_kernel.jupyter.offthread import run_off_thread
@@ -35,6 +36,9 @@ from rlm_kernel.session.session import RLMSession
 from rlm_kernel.values import CleanupReport
 
 _log = logging.getLogger(__name__)
+
+_SWEEP_S = 2.0
+"""Seconds to wait for orphans of earlier kernels to end."""
 
 
 class RLMKernel(IPythonKernel):
@@ -49,11 +53,11 @@ class RLMKernel(IPythonKernel):
         assert self.session is not None
         self._wire = self.session
         settings, self._config_error = self._read_settings()
-        self.rlm = RLMSession(settings, self.shell.user_ns)
+        self.rlm = RLMSession(settings, self.shell.user_ns, on_warning=lambda line: print(line, file=sys.stderr))
         self.shell.user_ns_hidden.update(self.rlm.functions)
         self.shell.register_magics(RLMMagics(self.shell, self.rlm))
         self.interrupts = CellInterrupts(self._wake_main_loop)
-        self.unwound = threading.Event()
+        self._last_resort = LastResort(lambda: self.exit_code, self._flush_output)
         self.exit_code = 0
         self._closing: Future[CleanupReport] | None = None
         self._closing_cell: Future[CleanupReport] | None = None  # the close that interrupted the main thread's cell
@@ -77,6 +81,7 @@ class RLMKernel(IPythonKernel):
         self._signals.install()
         if self.rlm.is_managed:
             self.rlm.prepare()
+        sweep_in_background()
 
     def _wake_main_loop(self) -> None:
         self.io_loop.add_callback(lambda: None)
@@ -235,6 +240,9 @@ class RLMKernel(IPythonKernel):
             self._joined.discard(msg_id)
             content = self._verb_content(self.rlm.cleanup_failure)
         else:
+            if self.rlm.lifecycle.busy:
+                # A FINAL or a reset is stopping children already: the user will not wait for their graces.
+                self.rlm.lifecycle.hasten()
             report = await self._close_after_interrupting()
             content = self._verb_content(self.rlm.cleanup_failure)
             if report.stopped:
@@ -283,6 +291,7 @@ class RLMKernel(IPythonKernel):
     def _begin_shutdown(self, verb: str) -> Future[CleanupReport]:
         """Shut admission, interrupt the cell, and stop everything on a lifecycle thread."""
         self._shutting_down = True
+        self._last_resort.start()
         self.rlm.lifecycle.begin()
         self.interrupts.interrupt()
 
@@ -301,7 +310,7 @@ class RLMKernel(IPythonKernel):
         late, self._late_shutdowns = self._late_shutdowns, []
         for late_ident, late_parent in late:
             self._send_shutdown_reply(late_ident, late_parent)
-        leave_soon(self.unwound, lambda: self.exit_code, self._flush_output)
+        self._last_resort.arm()
 
     def _answer_late_shutdown(self, msg: list[Any]) -> None:
         """Answer a shutdown request that came while another is served, when that one is done."""
@@ -329,7 +338,7 @@ class RLMKernel(IPythonKernel):
         if self.rlm.cleanup_failure is not None:
             self.exit_code = 1
         self.io_loop.add_callback(self.io_loop.stop)
-        leave_soon(self.unwound, lambda: self.exit_code, self._flush_output)
+        self._last_resort.arm()
 
     def _flush_output(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -338,11 +347,23 @@ class RLMKernel(IPythonKernel):
 
     def after_loop(self) -> None:
         """The main loop has ended, for whatever reason: nothing may be left behind."""
-        self.unwound.set()
+        self._last_resort.unwound()
         if not self._shutting_down:
             report = self.rlm.shutdown("exit")
             if not report.ok:
                 self.exit_code = self.exit_code or 1
+
+
+def sweep_in_background() -> None:
+    """Kill what outlived an earlier kernel and its nursery both. Off the main thread: it reads all of the process list."""
+
+    def sweep() -> None:
+        orphans, survivors = kill_orphans(_SWEEP_S)
+        for orphan in orphans:
+            fate = "could not be killed" if orphan.pid in survivors else "was killed"
+            _log.warning("left behind by an earlier kernel: pid %d %s: %s", orphan.pid, fate, orphan.command)
+
+    run_off_thread(sweep)
 
 
 def _is_empty(code: str) -> bool:

@@ -20,7 +20,9 @@ import queue
 import signal
 import sys
 import tempfile
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,9 @@ EVENT_MIME = "application/vnd.rlm-kernel.event+json"
 _START_TIMEOUT_S = 60.0
 _LOOK_S = 0.5
 """Seconds after which a silent kernel is looked at: it may have died."""
+
+_WIDTH = 112
+"""Characters of a line of progress."""
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -121,12 +126,6 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
         if value is not None:
             settings.set(name, value)
             environ[SETTINGS[name].env or ""] = str(value)
-    if settings.factory is None:
-        raise ConfigurationError(
-            "--model",
-            None,
-            "no model is configured: add `--model openai/gpt-5-mini`, or `--model demo` to try things out",
-        )
     return environ
 
 
@@ -210,7 +209,8 @@ def _follow(
         elif message["msg_type"] == "stream":
             display.note(content["text"].rstrip())
         elif message["msg_type"] == "error":
-            raise RunFailed(f"{content['ename']}: {content['evalue']}")
+            ours = content["ename"] == RunFailed.__name__
+            raise RunFailed(content["evalue"] if ours else f"{content['ename']}: {content['evalue']}")
         elif message["msg_type"] == "status" and content["execution_state"] == "idle":
             return
 
@@ -229,7 +229,7 @@ class _Display:
     def show(self, event: dict[str, Any]) -> None:
         match event["kind"]:
             case "start":
-                self.note(f"model {event['model']}; context: {event['context']}")
+                self.note(f"model: {event['model']}. {event['context']}")
             case "model":
                 self._paragraph(f"[{event['iteration']}] ", event["text"])
             case "code":
@@ -243,17 +243,20 @@ class _Display:
 
     def _paragraph(self, mark: str, text: str, limit: int = 20) -> None:
         lines = text.strip().splitlines()
+        if mark.startswith("["):
+            lines = [part for line in lines for part in textwrap.wrap(line, _WIDTH) or [""]]
         shown = lines if len(lines) <= limit else [*lines[: limit - 1], f"... {len(lines) - limit + 1} more lines"]
         for i, line in enumerate(shown):
             lead = mark if i == 0 or not mark.startswith("[") else " " * len(mark)
-            print(f"{lead}{line[:160]}", file=sys.stderr, flush=True)
+            print(f"{lead}{line if len(line) <= _WIDTH else line[: _WIDTH - 1] + '…'}", file=sys.stderr, flush=True)
 
     def show_end(self, total_s: float) -> None:
         children = self.end["children"]
         gone = sum(child["exited"] for child in children)
         if children:
-            states = ", ".join(f"{child['id']} {child['state']}" for child in children)
-            self.note(f"{len(children)} children ({states}); {gone} of {len(children)} exits confirmed")
+            counts = Counter(child["state"] for child in children)
+            states = ", ".join(f"{count} {state}" for state, count in counts.items())
+            self.note(f"children: {states}; {gone} of {len(children)} exits confirmed")
         if self.end.get("trajectory"):
             self.note(f"trajectory: {self.end['trajectory']}")
         self.note(f"kernel shut down in {self.shutdown_s:.1f} s; {total_s:.1f} s in all")
@@ -276,6 +279,8 @@ def serve_run(job: str) -> None:
 
     shell: Any = get_ipython()
     session = shell.kernel.rlm
+    if not session.is_managed:
+        raise RunFailed("no model is configured: add `--model openai/gpt-5-mini`, or `--model demo` to try things out")
     wanted = json.loads(job)
     context = "" if wanted["context"] is None else read_text(wanted["context"])
     publisher = _Publisher(shell.display_pub)

@@ -188,7 +188,7 @@ class Settings:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
         value = _parsed(name, self._setting(name), text)
-        self._change({name: value})
+        self.set(name, value)
         return value
 
     def set_model_text(self, text: str) -> str | None:
@@ -202,12 +202,12 @@ class Settings:
         return value
 
     def set(self, name: str, value: Any) -> None:
-        """Set a setting.
+        """Set a setting. A factory takes the place of a model that was named before: its client has models of its own.
 
         Raises:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
-        self._change({name: value})
+        self._change({"client_factory": value, "model": None} if name == "client_factory" and value else {name: value})
 
     def _setting(self, name: str) -> Setting:
         if name not in SETTINGS:

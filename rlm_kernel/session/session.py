@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import rlm_kernel
+from rlm_kernel._version import __version__
 from rlm_kernel.children.records import Limits
 from rlm_kernel.children.supervisor import NurserySettings, Supervisor
 from rlm_kernel.credentials import looks_secret
@@ -405,7 +405,7 @@ class RLMSession:
                 "episode_id": self.episode_id,
                 "pid": self._pid,
                 "host": platform.node(),
-                "version": rlm_kernel.__version__,
+                "version": __version__,
                 "started_at": self._started_at,
                 "ended": self._ended,
                 "model": self.model_name,
