@@ -33,8 +33,11 @@ class ObserverThread:
 
     def publish(self, notification: Notification) -> None:
         """Queue a call, or drop it if the queue is full or the observer is closed."""
+        self._put(notification, self._length)
+
+    def _put(self, notification: Notification, length: float) -> None:
         with self._lock:
-            if self._closed or len(self._queue) >= self._length:
+            if self._closed or len(self._queue) >= length:
                 self.dropped += 1
                 return
             self._queue.append(notification)
@@ -73,7 +76,7 @@ class ObserverThread:
         """
         delivered = threading.Lock()
         delivered.acquire()
-        self.publish(delivered.release)
+        self._put(delivered.release, float("inf"))
         return delivered.acquire(timeout=timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:

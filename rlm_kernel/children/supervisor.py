@@ -58,6 +58,9 @@ _log = logging.getLogger(__name__)
 _TAKEOVER_S = 0.15
 """Seconds after SIGKILL is due at which the supervisor stops relying on the nursery. A healthy one needs a few milliseconds."""
 
+_WARN_AT = 0.8
+"""Part of ``max_children_total`` at which the user is warned."""
+
 _CLOSE_S = 1.0
 """Seconds that an idle nursery is given to exit before it is killed."""
 
@@ -85,6 +88,16 @@ class _StopTally:
     terminated: int = 0
     killed: int = 0
     leftover: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class _RootWait:
+    """One wait of the root's. ``over`` is released when it is over."""
+
+    waiter: Waiter
+    over: threading.Lock
+    interrupted: bool = False
+    on_main_thread: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
 
 
 class Supervisor:
@@ -118,6 +131,7 @@ class Supervisor:
         self._gate = CallGate()
         self._admitting = True
         self._tallies: list[_StopTally] = []
+        self._root_waits: list[_RootWait] = []
         self._published: dict[str, ChildState] = {}
 
     # -- set-up
@@ -194,14 +208,27 @@ class Supervisor:
                 self._registry.dispatch()
                 statuses = [record.status() for record in records]
                 effects = self._registry.take_effects()
+                started = self._registry.started_in_episode
             self._carry_out(effects)
             for record in records:
                 self._publish(record)
+            self._warn_near_limit(started - len(records), started)
         except BaseException as error:
             # An interrupt may have come at any point: all or none holds for it, too.
             self._take_back(specs, f"its start was broken off: {type(error).__name__}: {error}")
             raise
         return statuses
+
+    def _warn_near_limit(self, before: int, now: int) -> None:
+        """Say once when most of the children that an episode may start have been started."""
+        with self._lock:
+            limit = self._registry.limits.max_children_total
+        if self._on_warning is not None and before < _WARN_AT * limit <= now:
+            text = (
+                f"{now} of the {limit} children that this episode may start have been started; "
+                f"`%rlm config max_children_total={2 * limit}` raises the limit"
+            )
+            self.observers.publish(functools.partial(self._on_warning, text))
 
     def _take_back(self, specs: Sequence[ChildSpec], why: str) -> None:
         """Stop what a start that raised had begun, and close what was not sent."""
@@ -288,24 +315,42 @@ class Supervisor:
         """Wait, on behalf of the root, until all (or any) of the children have ended. A timeout changes nothing about
         them.
 
-        The wait is interruptible by signals, and thread-safe.
+        The wait is interruptible by signals on the main thread and by `interrupt_waits` on the others, and thread-safe.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
         """
         self._check_process()
         over = threading.Lock()
         over.acquire()
-        waiter = None
+        wait: _RootWait | None = None
         try:
             with self._lock:
                 records = self._find(refs, None)
                 waiter = self._registry.add_waiter(records, any_, over.release)
-            if waiter is not None:
+                if waiter is not None:
+                    wait = _RootWait(waiter, over)
+                    self._root_waits.append(wait)
+            if wait is not None:
                 over.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
         finally:
-            if waiter is not None:
+            if wait is not None:
                 with self._lock:
-                    self._registry.remove_waiter(waiter)
+                    self._registry.remove_waiter(wait.waiter)
+                    self._root_waits.remove(wait)
+        if wait is not None and wait.interrupted:
+            raise KeyboardInterrupt("the children that this waited for are being stopped")
         with self._lock:
             return [record.status() for record in records]
+
+    def interrupt_waits(self) -> None:
+        """Have waits on threads other than the main one raise `KeyboardInterrupt`: no signal reaches them."""
+        with self._lock:
+            for wait in self._root_waits:
+                if not wait.on_main_thread and not wait.waiter.over:
+                    wait.interrupted = True
+                    self._registry.remove_waiter(wait.waiter)
+                    wait.over.release()
 
     def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
         """Have ``callback`` called once, on some thread of ours, when the child has ended.

@@ -166,7 +166,7 @@ def _plain_display_hook() -> Any:
 
         def quiet(self) -> bool:
             """Tell whether the block ends in a semicolon. (The stock hook looks into the history, where blocks are not.)"""
-            return bool(self.semicolon_at_end_of_expression(self.code))
+            return bool(self.semicolon_at_end_of_expression(self.code))  # type: ignore[no-untyped-call]
 
     return PlainDisplayHook
 

@@ -6,7 +6,8 @@ thread is blocked in anything that releases the GIL, and also in a Python loop. 
 the main loop to stop.
 
 How each step can fail: code of the user's replaces the wake-up fd (the Python-level handler, which then runs when the
-main thread gets to it, writes to the same socket); the main thread does not unwind in time (`os._exit` by
+main thread gets to it, writes to the same socket); a process that code of the user's forked gets a signal (it has given the socket up, so that it
+does not tell us about it); the main thread does not unwind in time (`os._exit` by
 `leave_soon`); code that holds the GIL (nothing here runs; whoever sent the signal will kill the process, and the
 nursery cleans up).
 """
@@ -41,6 +42,7 @@ class EndSignals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._pid = os.getpid()
+        self._held = threading.local()
 
     def install(self) -> None:
         """Take the signals over. On the main thread."""
@@ -50,6 +52,23 @@ class EndSignals:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for signum in END_SIGNALS:
             signal.signal(signum, self._handle)
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+        )
+
+    def _before_fork(self) -> None:
+        self._held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+
+    def _after_fork(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.mask)
+
+    def _after_fork_in_child(self) -> None:
+        """Give the wake-up socket up: a signal to the copy would be read by the kernel as one of its own."""
+        with contextlib.suppress(ValueError):  # forked from another thread of an interpreter that minds it
+            signal.set_wakeup_fd(-1)
+        self._reader.close()
+        self._writer.close()
+        self._after_fork()
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

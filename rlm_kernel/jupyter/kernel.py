@@ -257,6 +257,7 @@ class RLMKernel(IPythonKernel):
             self.rlm.lifecycle.begin()
             if not self.interrupts.interrupt():
                 self._closing_cell = None
+            self.rlm.supervisor.interrupt_waits()
             report = await asyncio.wrap_future(run_off_thread(lambda: self.rlm.close(begun=True)))
             outcome.set_result(report)
         except BaseException:
@@ -267,7 +268,7 @@ class RLMKernel(IPythonKernel):
         return report
 
     @staticmethod
-    def _verb_content(failure: ChildCleanupError | None) -> dict[str, Any]:
+    def _verb_content(failure: Exception | None) -> dict[str, Any]:
         if failure is None:
             return {"status": "ok"}
         return {
@@ -275,15 +276,20 @@ class RLMKernel(IPythonKernel):
             "ename": type(failure).__name__,
             "evalue": str(failure),
             "traceback": [str(failure)],
-            "survivors": list(failure.survivors),
+            "survivors": list(failure.survivors) if isinstance(failure, ChildCleanupError) else [],
         }
 
     async def do_shutdown(self, restart: bool) -> dict[str, Any]:
         """Stop the children and confirm; a shutdown always ends in exit, with survivors named in the reply."""
-        verb = "reset" if restart else "finalize"
-        await asyncio.wrap_future(self._begin_shutdown(verb))
+        failure: Exception | None
+        try:
+            await asyncio.wrap_future(self._begin_shutdown("reset" if restart else "finalize"))
+            failure = self.rlm.cleanup_failure
+        except Exception as error:
+            self.log.exception("the children may not have been stopped")
+            self.exit_code = self.exit_code or 1
+            failure = error
         content: dict[str, Any] = super().do_shutdown(restart)
-        failure = self.rlm.cleanup_failure
         if failure is not None:
             content |= self._verb_content(failure)
         return content
@@ -334,8 +340,12 @@ class RLMKernel(IPythonKernel):
     def _on_end_signal(self, signum: int) -> None:
         """Serve SIGTERM or SIGHUP. On the thread "rlm-signals"."""
         self.exit_code = 128 + signum
-        self._begin_shutdown("finalize").result()
-        if self.rlm.cleanup_failure is not None:
+        try:
+            self._begin_shutdown("finalize").result()
+            if self.rlm.cleanup_failure is not None:
+                self.exit_code = 1
+        except Exception:
+            self.log.exception("the children may not have been stopped")
             self.exit_code = 1
         self.io_loop.add_callback(self.io_loop.stop)
         self._last_resort.arm()

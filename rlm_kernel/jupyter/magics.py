@@ -93,6 +93,7 @@ class RLMMagics(Magics):
             ("children", f"{live} live, {len(statuses)} started (limit {session.settings['max_children_total']})"),
             ("usage", f"{usage.calls} calls, {usage.prompt_tokens} + {usage.completion_tokens} tokens"),
             ("final answer", "none yet" if final is None else final.text[:200]),
+            ("shared contexts", f"{len(session.held)} held, {session.held.total_bytes:,} bytes"),
             ("files", str(session.run_folder or "none yet")),
         ]
         if session.cleanup_failure is not None:

@@ -156,9 +156,11 @@ def _kernel(environ: dict[str, str], display: _Display) -> Iterator[tuple[Kernel
     manager = KernelManager()
     manager._kernel_spec = KernelSpec(**kernel_spec())
     with tempfile.TemporaryFile() as log:
-        manager.start_kernel(env={**os.environ, **environ}, stderr=log)
-        client = manager.client()
+        client: BlockingKernelClient | None = None
         try:
+            with _signals_put_off():
+                manager.start_kernel(env={**os.environ, **environ}, stderr=log)
+            client = manager.client()
             client.start_channels()
             try:
                 client.wait_for_ready(timeout=_START_TIMEOUT_S)
@@ -169,20 +171,27 @@ def _kernel(environ: dict[str, str], display: _Display) -> Iterator[tuple[Kernel
             yield manager, client
         finally:
             began = time.monotonic()
-            with _uninterrupted():
-                client.stop_channels()
-                manager.shutdown_kernel()
+            with _signals_put_off():
+                if client is not None:
+                    client.stop_channels()
+                if manager.has_kernel:
+                    manager.shutdown_kernel()
             display.shutdown_s = time.monotonic() - began
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Put off Ctrl-C while the kernel is shut down: it takes a second or two, and a second Ctrl-C must not leave it behind."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _signals_put_off() -> Iterator[None]:
+    """Put Ctrl-C and SIGTERM off until the end of the block: starting or shutting the kernel down must not be left half done."""
+    came: list[int] = []
+    wanted = (signal.SIGINT, signal.SIGTERM)
+    previous = {signum: signal.signal(signum, lambda number, _frame: came.append(number)) for signum in wanted}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _follow(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rlm_kernel.children.supervisor import Supervisor
 from rlm_kernel.errors import ChildCleanupError
@@ -42,6 +43,7 @@ class Lifecycle:
         self._state = threading.Lock()
         self._under_way = 0
         self._shut = False
+        self._abandoned: frozenset[int] = frozenset()
         self.failure: ChildCleanupError | None = None
 
     @property
@@ -81,6 +83,9 @@ class Lifecycle:
             with self._serial:
                 graces = self._graces() if self.failure is None else self._graces().from_kill()
                 report = self._supervisor.stop(verb, graces)
+                self._abandoned &= frozenset(report.survivors)  # the others are gone; their pids may come again
+                if not for_good:  # the last word names every process that is left
+                    report = self._without_abandoned(report)
                 self.failure = None if report.ok else cleanup_error(report)
                 _log.log(logging.INFO if report.ok else logging.ERROR, "%s", report.summary())
                 if report.ok and then is not None:
@@ -101,15 +106,21 @@ class Lifecycle:
         """
         with self._serial:
             report = self._supervisor.stop(verb, self._graces(), [(child_id, None) for child_id in ids])
+            report = self._without_abandoned(report)
             if not report.ok:
                 self.failure = cleanup_error(report)
             _log.log(logging.INFO if report.ok else logging.ERROR, "%s", report.summary())
             return report
 
+    def _without_abandoned(self, report: CleanupReport) -> CleanupReport:
+        """Leave out what was abandoned: it would block the session again at the next verb, and for ever."""
+        return replace(report, survivors=tuple(pid for pid in report.survivors if pid not in self._abandoned))
+
     def abandon(self) -> ChildCleanupError | None:
         """Unlock the session although processes are left. Returns the error that named them."""
         with self._serial, self._state:
             failure, self.failure = self.failure, None
+            self._abandoned |= frozenset(failure.survivors if failure is not None else ())
             if self._under_way == 0 and not self._shut:
                 self._supervisor.admit_children(True)
         if failure is not None:

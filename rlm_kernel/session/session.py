@@ -332,13 +332,17 @@ class RLMSession:
         def begin_anew(_report: CleanupReport) -> None:
             self._ended = True
             self._write_run_file()
-            for shared in list(self._shared):
-                shared.close()
-            self._shared.clear()
-            self.held.release()
+            self._release_contexts()
             self._begin_episode()
 
         return self._run_verb("reset", begin_anew, begun=begun)
+
+    def _release_contexts(self) -> None:
+        """Release what was shared. No child is left that could need it."""
+        for shared in list(self._shared):
+            shared.close()
+        self._shared.clear()
+        self.held.release()
 
     def shutdown(self, verb: str = "shutdown", *, begun: bool = False) -> CleanupReport:
         """Stop the children and end for good: nursery and threads, too."""
@@ -346,9 +350,11 @@ class RLMSession:
             return CleanupReport(verb)
         self._ended = True
         report = self._run_verb(verb, begun=begun, for_good=True)
+        if report.ok:
+            self._release_contexts()
+            if not self.supervisor.close():
+                _log.error("%s: the nursery did not end in time", verb)
         # With survivors the nursery stays: it goes on killing, and ends by itself when this process is gone.
-        if report.ok and not self.supervisor.close():
-            _log.error("%s: the nursery did not end in time", verb)
         return report
 
     def _run_verb(
