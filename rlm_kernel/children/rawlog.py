@@ -9,6 +9,9 @@ is remembered and writing stops.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+
+from rlm_kernel.credentials import REDACTED
 
 CAP_BYTES = 5 << 20
 TAIL_BYTES = 4 << 10
@@ -19,10 +22,13 @@ class RawLog:
 
     Args:
         path: where to write, empty for nowhere.
+        secrets: texts that are replaced wherever they occur, also where one write ends in the middle of one.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, secrets: Sequence[str] = ()) -> None:
         self._path = path
+        self._secrets = [secret.encode("utf-8", "surrogatepass") for secret in secrets]
+        self._held_back = b""
         self._fd = -1
         self._written = 0
         self._left_out = 0
@@ -31,6 +37,19 @@ class RawLog:
 
     def add(self, data: bytes) -> None:
         """Take in output."""
+        if self._secrets:
+            data = self._without_secrets(self._held_back + data)
+        self._keep(data)
+
+    def _without_secrets(self, data: bytes) -> bytes:
+        """Replace secrets, and hold back an end that could be the beginning of one."""
+        for secret in self._secrets:
+            data = data.replace(secret, REDACTED.encode())
+        held = max((_overlap(data, secret) for secret in self._secrets), default=0)
+        self._held_back = data[len(data) - held :]
+        return data[: len(data) - held]
+
+    def _keep(self, data: bytes) -> None:
         self._tail += data
         del self._tail[: -TAIL_BYTES or None]
         room = max(0, CAP_BYTES - self._written)
@@ -57,7 +76,10 @@ class RawLog:
             self.error = f"{self._path}: {error.strerror}"
 
     def close(self) -> None:
-        """Note what was left out, and close the file. May be called twice."""
+        """Write what was held back, note what was left out, and close the file. May be called twice."""
+        held_back, self._held_back = self._held_back, b""
+        if held_back:
+            self._keep(held_back)
         if self._left_out and self._fd >= 0:
             self._written = 0
             self._write(
@@ -68,3 +90,11 @@ class RawLog:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+def _overlap(data: bytes, secret: bytes) -> int:
+    """Return how many bytes at the end of ``data`` are the beginning of ``secret``, though not all of it."""
+    for length in range(min(len(data), len(secret) - 1), 0, -1):
+        if data.endswith(secret[:length]):
+            return length
+    return 0

@@ -40,6 +40,7 @@ from rlm_kernel.children.rawlog import RawLog
 from rlm_kernel.children.records import ChildRecord
 from rlm_kernel.children.states import Phase
 from rlm_kernel.children.timers import Timer, Timers
+from rlm_kernel.credentials import secret_values
 from rlm_kernel.errors import NurseryError
 from rlm_kernel.values import Graces
 from rlm_kernel.wire import messages as m
@@ -93,6 +94,10 @@ class _Port:
     log: RawLog
     launched_at: float = field(default_factory=time.monotonic)
     timer: Timer | None = None
+
+
+def _raw_log(record: ChildRecord) -> RawLog:
+    return RawLog(record.log_path, secret_values(record.spec.secret_environ))
 
 
 class Reactor:
@@ -398,7 +403,7 @@ class Reactor:
         self._tell_nursery(spawn, (theirs_fd, log_writer))
         os.set_blocking(log_reader, False)
         channel: Channel[Any] = Channel(socket.socket(fileno=ours_fd), m.FromChild)
-        port = self._ports[record.id] = _Port(record, channel, log_reader, RawLog(record.log_path))
+        port = self._ports[record.id] = _Port(record, channel, log_reader, _raw_log(record))
         child_id = record.id
         port.timer = self.call_at(port.launched_at + _START_S, lambda: self._expect_start(child_id, nursery))
         self._selector.register(log_reader, selectors.EVENT_READ, lambda _mask: self._read_log(child_id))

@@ -334,7 +334,7 @@ class Registry:
             the waiter, or None if the wait is over already.
         """
         missing = {record.id for record in records if not record.ended}
-        if not missing or (any_ and len(missing) < len(records)):
+        if not missing or (any_ and any(record.ended for record in records)):
             return None
         waiter = Waiter(missing, any_, fire)
         for child_id in missing:

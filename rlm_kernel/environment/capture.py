@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
 from typing import TextIO
 
 CAPTURE_LIMIT = 200_000
@@ -63,14 +62,12 @@ class CapturingStream(io.TextIOBase):
     Args:
         echo: where to pass it on, None for nowhere.
         original: the stream that this one stands in for; what is not writing (``fileno``, ``buffer``, …) goes there.
-        conceal: applied to each text that is passed on (which ends up in a log), not to what is kept.
     """
 
-    def __init__(self, original: TextIO, echo: TextIO | None, conceal: Callable[[str], str] | None = None) -> None:
+    def __init__(self, original: TextIO, echo: TextIO | None) -> None:
         self._text = BoundedText()
         self._original = original
         self._echo = echo
-        self._conceal = conceal
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -84,7 +81,7 @@ class CapturingStream(io.TextIOBase):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._text.add(text)
         if self._echo is not None:
-            self._echo.write(text if self._conceal is None else self._conceal(text))
+            self._echo.write(text)
         return len(text)
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlm_kernel.environment.capture import CapturingStream
@@ -61,15 +61,11 @@ class Interpreter:
     Args:
         shell: the shell.
         echo: whether what is captured is also written to the streams that were there before.
-        conceal: applied to what is written there.
     """
 
-    def __init__(
-        self, shell: InteractiveShell, *, echo: bool = True, conceal: Callable[[str], str] | None = None
-    ) -> None:
+    def __init__(self, shell: InteractiveShell, *, echo: bool = True) -> None:
         self._shell = shell
         self._echo = echo
-        self._conceal = conceal
         self._running = False
 
     @property
@@ -149,7 +145,7 @@ class Interpreter:
             yield out, err
 
     def _stream(self, original: TextIO) -> CapturingStream:
-        return CapturingStream(original, original if self._echo else None, self._conceal)
+        return CapturingStream(original, original if self._echo else None)
 
 
 @functools.cache

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-
 _ECHO_S = 0.2
 """Seconds after an interrupt in which a further signal is taken for its echo, unless another interrupt was asked for."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.children.worker import Link, StopRequested
 from rlm_kernel.clients.base import build_client
-from rlm_kernel.credentials import redact, secret_values
+from rlm_kernel.credentials import secret_values
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.environment.interpreter import Interpreter, make_shell
 from rlm_kernel.errors import ChildFailedError
@@ -73,8 +73,7 @@ def run(link: Link, start: m.Start) -> str:
     attachments, link.attachments = link.attachments, ()
     context = task.prompt if task.context is None else contexts.decode(task.context, attachments)
 
-    # What code prints goes to the log as well, where no secret may stand.
-    interpreter = Interpreter(shell(), conceal=functools.partial(redact, secrets=secrets))
+    interpreter = Interpreter(shell())
     finalization, functions = _furnish(link, interpreter, models, inherited, start, context)
     if task.context is not None:
         interpreter.namespace["task"] = task.prompt

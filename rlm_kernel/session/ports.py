@@ -24,6 +24,9 @@ from rlm_kernel.wire.channel import ChannelClosed, close_fds
 
 _log = logging.getLogger(__name__)
 
+MAX_ATTACHMENTS = 200
+"""Descriptors that one request of a child may carry; a message takes a few more."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
@@ -214,6 +217,12 @@ class LinkPort:
             )
             for request, task, fds in encoded
         )
+        if sum(len(fds) for _, _, fds in encoded) > MAX_ATTACHMENTS:
+            for _, _, fds in encoded:
+                close_fds(fds)
+            raise errors.PayloadError(
+                f"a batch may carry at most {MAX_ATTACHMENTS} large contexts; start it in parts, or share what is the same"
+            )
         reply = self._link.request(
             lambda number: m.AskSpawn(number, specs, dict(here.environ), here.cwd, here.sys_path),
             tuple(itertools.chain.from_iterable(fds for _, _, fds in encoded)),

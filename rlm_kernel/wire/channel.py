@@ -44,7 +44,7 @@ INLINE_LIMIT = 64 << 10
 _FRAME_LIMIT = 1 << 20
 """No honest inline body comes near this; a larger length means that something else wrote to the socket."""
 
-_MAX_FDS = 64
+_MAX_FDS = 250
 """Descriptors per frame. Linux refuses more than 253 in one message."""
 
 _HEADER = struct.Struct("!2sBBI")
@@ -81,6 +81,15 @@ def close_fds(fds: Iterable[int]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def _escaped(value: Any) -> Any:
+    """Replace what UTF-8 cannot hold in every text of a message in plain form."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class FrameReader:
@@ -170,7 +179,7 @@ class Channel(Generic[T]):
         """
         owned = list(fds)
         try:
-            body = self._encoder.encode(message)
+            body = self._encode(message)
             flags = 0
             if len(body) > INLINE_LIMIT:
                 owned.insert(0, anonymous_file([body]))
@@ -182,6 +191,13 @@ class Channel(Generic[T]):
             raise
         frame = _HEADER.pack(_MAGIC, flags, len(owned), len(body)) + body
         self._outgoing.append((memoryview(frame), tuple(owned)))
+
+    def _encode(self, message: msgspec.Struct) -> bytes:
+        try:
+            return self._encoder.encode(message)
+        except UnicodeEncodeError:
+            # Lone surrogates (from undecodable file names, say) are no UTF-8. No message is lost over one.
+            return self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,))))
 
     def flush(self) -> bool:
         """Send as much as the socket takes now.

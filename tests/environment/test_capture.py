@@ -89,13 +89,6 @@ def test_a_stream_keeps_and_passes_on() -> None:
     assert below.getvalue() == "a 1\n"
 
 
-def test_what_is_concealed_is_kept_but_not_passed_on() -> None:
-    below = io.StringIO()
-    stream = CapturingStream(below, below, lambda text: text.replace("secret", "[redacted]"))
-    stream.write("the secret")
-    assert (stream.value(), below.getvalue()) == ("the secret", "the [redacted]")
-
-
 def test_a_stream_refuses_bytes_like_any_text_stream() -> None:
     with pytest.raises(TypeError, match="must be str, not bytes"):
         CapturingStream(io.StringIO(), None).write(b"x")  # type: ignore[arg-type]
