@@ -193,12 +193,17 @@ def children_of_this_process() -> list[int]:
 
 
 def is_foreign(pid: int, entry: bytes) -> bool:
-    """Tell whether a living process has this pid and was exec'ed without ``NAME=value`` in its environment."""
+    """Tell whether a living process has this pid and was exec'ed without ``NAME=value`` in its environment.
+
+    One that is just ending, or a zombie, shows no environment any more, or gives an error: it is not taken for foreign.
+    """
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        seen = parent_and_state(pid)
+        return seen is not None and seen[1] not in "ZX"
     except OSError:
-        return os.path.exists(f"/proc/{pid}")
-    # Empty: a zombie, or one that is just ending.
+        return False
     return bool(environ) and entry not in environ.split(b"\0")
 
 

@@ -170,11 +170,6 @@ class Reactor:
         nursery = self._nursery
         return None if nursery is None else nursery.pid
 
-    @property
-    def nursery_is_booting(self) -> bool:
-        nursery = self._nursery
-        return nursery is not None and not nursery.ready
-
     def close(self, timeout_s: float) -> bool:
         """End the nursery and the thread, when no child is left.
 
@@ -329,6 +324,12 @@ class Reactor:
         if self._selector.get_key(fd).events != events:
             self._selector.modify(fd, events, callback)
 
+    def kill_booting_nursery(self) -> None:
+        """Kill a nursery that is not warm yet: nothing has been forked, and waiting for its imports would be waiting for nothing."""
+        nursery = self._nursery
+        if nursery is not None and not nursery.ready and all(port.record.pid is None for port in self._ports.values()):
+            nursery.kill()
+
     def stop(self, ids: tuple[str, ...], graces: Graces) -> None:
         """Have the nursery stop children. One that has not been launched by now never will be."""
         for child_id in ids:
@@ -381,7 +382,7 @@ class Reactor:
     # -- children
 
     def launch(self, record: ChildRecord) -> None:
-        """Have a child forked, and send it what it is to run."""
+        """Have a child forked. What it is to run is sent when the nursery has said that it exists."""
         if record.phase is not Phase.STARTING or record.id in self._ports:
             # A stop came first (its message may even have overtaken this call), or this is asked for twice.
             self._owner.on_never_started(record.id, "stopped before its process came to be")
@@ -426,11 +427,13 @@ class Reactor:
         except (OSError, ValueError) as error:
             # No memory for the task, more attachments than a message takes, text that is no UTF-8.
             self._owner.on_broken(record.id, f"cannot hand the task over: {error}")
-            return
-        self._flush_child(port)
 
     def _listen_to(self, child_id: str, nursery: NurseryProcess) -> None:
-        """Begin to read a child's messages: not before the nursery has said that it exists, so that they come in order."""
+        """Send a child its task, and begin to read its messages.
+
+        Not before the nursery has said that it exists: so its messages come in order, and no code of the task runs in a process whose
+        pid, and with it the session of all that it starts, is not known here.
+        """
         port = self._ports.get(child_id)
         if port is not None:
             self._selector.register(

@@ -80,7 +80,7 @@ class NurserySettings:
     log_path: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _StopTally:
     """What the nursery reported about the children that one stop covers."""
 
@@ -558,9 +558,10 @@ class Supervisor:
 
         kill_due = began + graces.shutdown_s + graces.terminate_s
         give_up = kill_due + graces.kill_s
-        if everything and targets and self._reactor.nursery_is_booting and not any(r.pid for r in targets):
-            # Nothing has been forked yet, and waiting for its imports would be waiting for nothing.
-            self._reactor.kill_nursery()
+        if everything and targets:
+            # On the reactor's thread, behind the launches that this stop follows: the nursery may only just be coming to be.
+            with contextlib.suppress(NurseryError):
+                self._reactor.post(self._reactor.kill_booting_nursery)
         if settled(min(kill_due + _TAKEOVER_S, give_up)):
             return
         self._kill_directly(targets)

@@ -6,8 +6,8 @@ thread is blocked in anything that releases the GIL, and also in a Python loop. 
 the main loop to stop.
 
 How each step can fail: code of the user's replaces the wake-up fd (the Python-level handler, which then runs when the
-main thread gets to it, writes to the same socket); a process that code of the user's forked gets a signal (it has given the socket up, so that it
-does not tell us about it); the main thread does not unwind in time (`os._exit` by
+main thread gets to it, writes to the same socket); a process that code of the user's forked gets a
+signal (it has given the socket up, so it does not tell us about it); the main thread does not unwind in time (`os._exit` by
 `leave_soon`); code that holds the GIL (nothing here runs; whoever sent the signal will kill the process, and the
 nursery cleans up).
 """

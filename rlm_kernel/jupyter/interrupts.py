@@ -7,9 +7,10 @@ after the end of a cell hits neither the machinery that sends the reply nor the 
 only while a cell runs; afterwards it wakes the event loop, whose selector does not return by itself for a signal that is handled by a
 Python function. A request that is being taken up, but does not run code yet, is *expected*: an interrupt is remembered and raised by `arm`.
 
-The signal goes to the process group, for what the cell has started, and once more to the main thread: of a signal to a process, any of
-its threads may run the C handler, and then the main thread would go on sleeping in its system call. The second one is no interrupt of its
-own: what comes shortly after one that was asked for is its *echo*.
+The signal goes to the process group, for what the cell has started, and then to the main thread, again and again until its handler has
+run. Once is not enough: of a signal to a process any thread may run the C handler, and one that comes when the main thread has let go of
+the GIL but has not entered its system call yet is noticed when that returns. (The thread that interrupts waits for the GIL, so it meets
+just that moment.) The repetitions are no interrupts of their own: what comes shortly after one that was asked for is its *echo*.
 
 A cell with ``await`` is a task of the loop. While it awaits, the task is cancelled; while it runs code of its own (a busy loop, a
 blocking call), ``KeyboardInterrupt`` is raised right there. It must not be raised anywhere else then: it would leave through the loop and
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -31,6 +33,11 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from rlm_kernel.children.observers import hide_from_debugger
+
+_NUDGES_S = (0.005, 0.02, 0.05, *itertools.repeat(0.2, 20))
+"""Seconds between the repetitions. Code that has not noticed an interrupt after all of them is in no system call."""
 
 _ECHO_S = 0.2
 """Seconds after an interrupt in which a further signal is taken for its echo, unless another interrupt was asked for."""
@@ -133,6 +140,22 @@ class CellInterrupts:
             self._due = True
             if os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGINT)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            self._signal_main_thread()
         self._wake_loop()
+        thread = threading.Thread(target=self._nudge, name="rlm-nudge", daemon=True)
+        hide_from_debugger(thread)
+        thread.start()
         return True
+
+    @staticmethod
+    def _signal_main_thread() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _nudge(self) -> None:
+        """Repeat the signal until the main thread's handler has run."""
+        for pause_s in _NUDGES_S:
+            time.sleep(pause_s)
+            with self._lock:
+                if not (self._running and self._due):
+                    return
+                self._signal_main_thread()

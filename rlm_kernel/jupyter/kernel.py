@@ -54,7 +54,6 @@ class RLMKernel(IPythonKernel):
         self._wire = self.session
         settings, self._config_error = self._read_settings()
         self.rlm = RLMSession(settings, self.shell.user_ns, on_warning=lambda line: print(line, file=sys.stderr))
-        self.shell.user_ns_hidden.update(self.rlm.functions)
         self.shell.register_magics(RLMMagics(self.shell, self.rlm))
         self.interrupts = CellInterrupts(self._wake_main_loop)
         self._last_resort = LastResort(lambda: self.exit_code, self._flush_output)
@@ -158,11 +157,13 @@ class RLMKernel(IPythonKernel):
         return None if failure is None or _is_empty(code) or _is_rlm_line(code) else failure
 
     def _furnish(self) -> None:
-        """Put back helpers that were deleted (``%reset``); what the user rebound stays."""
+        """Put back what was deleted of ours (``%reset``), and hide it from ``%who``; what the user rebound stays, and is shown."""
         assert self.shell is not None
         self.rlm.namespace = self.shell.user_ns
-        for name, function in self.rlm.functions.items():
-            self.shell.user_ns.setdefault(name, function)
+        ours = {**self.rlm.functions, "answer": self.rlm.finalization.answer_dict, "context": ""}
+        for name, value in ours.items():
+            self.shell.user_ns.setdefault(name, value)
+        self.shell.user_ns_hidden.update(ours)
         self.rlm.finalization.begin_cell()
 
     async def _after_cell(self, reply: dict[str, Any], silent: bool, on_main: bool) -> dict[str, Any]:
@@ -174,7 +175,11 @@ class RLMKernel(IPythonKernel):
                 print(report.summary(), file=sys.stderr)
         final = self.rlm.finalization.end_cell(success=reply["status"] == "ok")
         if final is not None:
-            await asyncio.wrap_future(run_off_thread(self.rlm.finalize))
+            try:
+                await asyncio.wrap_future(run_off_thread(self.rlm.finalize))
+            except Exception as error:
+                self.log.exception("the children may not have been stopped")
+                return self._error_reply(error, silent)
         failure = self.rlm.cleanup_failure
         if failure is not None and (final is not None or closing is not None):
             return self._error_reply(failure, silent)
@@ -243,10 +248,14 @@ class RLMKernel(IPythonKernel):
             if self.rlm.lifecycle.busy:
                 # A FINAL or a reset is stopping children already: the user will not wait for their graces.
                 self.rlm.lifecycle.hasten()
-            report = await self._close_after_interrupting()
-            content = self._verb_content(self.rlm.cleanup_failure)
-            if report.stopped:
-                self.log.info("%s", report.summary())
+            try:
+                report = await self._close_after_interrupting()
+                content = self._verb_content(self.rlm.cleanup_failure)
+                if report.stopped:
+                    self.log.info("%s", report.summary())
+            except Exception as error:
+                self.log.exception("the children may not have been stopped")
+                content = self._verb_content(error)
         self._wire.send(stream, "interrupt_reply", content, parent, ident=ident)
 
     async def _close_after_interrupting(self) -> CleanupReport:
@@ -381,7 +390,7 @@ def _is_empty(code: str) -> bool:
 
 
 def _is_rlm_line(code: str) -> bool:
-    return all(line.lstrip().startswith("%rlm") for line in code.strip().splitlines() if line.strip())
+    return all(line.split()[0] == "%rlm" for line in code.strip().splitlines() if line.strip())
 
 
 class RLMKernelApp(IPKernelApp):
