@@ -395,6 +395,8 @@ def _warm_up(entry: str) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """Run the nursery: ``argv`` is one JSON object, written by `NurseryProcess`."""
     began = time.monotonic()
+    # If the kernel dies while this process is stopped (SIGSTOP), it must go on in order to clean up. Harmless otherwise.
+    posix.set_parent_death_signal(signal.SIGCONT)
     options = json.loads(argv[0])
     nursery = Nursery(socket.socket(fileno=options["control_fd"]), options["kernel_pid"], options["kernel_pidfd"])
     nursery.install_signals()

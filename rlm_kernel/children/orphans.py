@@ -43,7 +43,9 @@ def find_orphans() -> list[Orphan]:
             living.add(value)
     own = os.environ.get(MARKER_VARIABLE)
     return [
-        Orphan(pid, value, _command(pid)) for pid, value in sorted(marked.items()) if value not in living and value != own
+        Orphan(pid, value, _command(pid))
+        for pid, value in sorted(marked.items())
+        if value not in living and value != own
     ]
 
 

@@ -116,6 +116,8 @@ class Reactor:
         self._held: dict[str, tuple[bool, int]] = {}
         self._ports: dict[str, _Port] = {}
         self._nursery: NurseryProcess | None = None
+        self._deferred: list[ChildRecord] = []
+        self._boot_timer: Timer | None = None
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         self._stopping = False
@@ -259,6 +261,7 @@ class Reactor:
             self._selector.register(nursery.channel.fileno(), selectors.EVENT_READ, self._serve_nursery)
             if nursery.pidfd is not None:
                 self._selector.register(nursery.pidfd, selectors.EVENT_READ, lambda _mask: self._lose_nursery(""))
+            self._boot_timer = self.call_at(time.monotonic() + _BOOT_S, lambda: self._expect_ready(nursery))
             for key, (text, fd) in self._held.items():
                 self._tell_nursery(m.Hold(key, text), (os.dup(fd),))
         return self._nursery
@@ -281,7 +284,10 @@ class Reactor:
         match message:
             case m.NurseryReady():
                 nursery.ready, nursery.active_at = True, time.monotonic()
+                self._timers.cancel(self._boot_timer)
                 self._owner.on_nursery_ready(message.warnings)
+                while self._deferred:
+                    self.launch(self._deferred.pop(0))
             case m.Started():
                 nursery.active_at = time.monotonic()
                 self._owner.on_started(message.id, message.pid, fds[0] if fds else None)
@@ -327,11 +333,14 @@ class Reactor:
     def kill_booting_nursery(self) -> None:
         """Kill a nursery that is not warm yet: nothing has been forked, and waiting for its imports would be waiting for nothing."""
         nursery = self._nursery
-        if nursery is not None and not nursery.ready and all(port.record.pid is None for port in self._ports.values()):
-            nursery.kill()
+        if nursery is None or nursery.ready or any(record.phase is Phase.STARTING for record in self._deferred):
+            return
+        # At once, so that the next launch does not go to one that is dying.
+        self._lose_nursery("a stop came before it was ready")
 
     def stop(self, ids: tuple[str, ...], graces: Graces) -> None:
         """Have the nursery stop children. One that has not been launched by now never will be."""
+        self._deferred = [record for record in self._deferred if record.id not in ids]
         for child_id in ids:
             if child_id not in self._ports:
                 self._owner.on_never_started(child_id, "stopped before its process came to be")
@@ -353,17 +362,20 @@ class Reactor:
 
     # -- a nursery that does not answer
 
+    def _expect_ready(self, nursery: NurseryProcess) -> None:
+        if self._nursery is nursery and not nursery.ready:
+            self._lose_nursery(f"the nursery was not ready within {_BOOT_S:g} s")
+
     def _expect_start(self, child_id: str, nursery: NurseryProcess) -> None:
         """Give the nursery up if it has not started a child in time: it is stopped, or stuck."""
         port = self._ports.get(child_id)
         if port is None or port.record.pid is not None or self._nursery is not nursery:
             return
-        allowed = _START_S if nursery.ready else _BOOT_S
-        due = max(port.launched_at, nursery.active_at) + allowed
+        due = max(port.launched_at, nursery.active_at) + _START_S
         if time.monotonic() < due:
             port.timer = self.call_at(due, lambda: self._expect_start(child_id, nursery))
         else:
-            self._lose_nursery(f"the nursery did not start {child_id} within {allowed:g} s")
+            self._lose_nursery(f"the nursery did not start {child_id} within {_START_S:g} s")
 
     def _expect_end(self, child_id: str, nursery: NurseryProcess, *, killed: bool = False) -> None:
         """Step in for a nursery that has neither ended nor reported a child whose time is up long since."""
@@ -387,10 +399,16 @@ class Reactor:
             # A stop came first (its message may even have overtaken this call), or this is asked for twice.
             self._owner.on_never_started(record.id, "stopped before its process came to be")
             return
+        if record in self._deferred:
+            return
         spec = record.spec
         opened: list[int] = []
         try:
             nursery = self.ensure_nursery()
+            if not nursery.ready:
+                # What has been sent cannot be taken back, and the stop of one child would have to wait for the nursery's imports.
+                self._deferred.append(record)
+                return
             ours, theirs = socket.socketpair()
             opened += [ours.detach(), theirs.detach()]
             opened += os.pipe()
@@ -544,6 +562,11 @@ class Reactor:
         survivors = sweep.kill_marked(nursery.marker, give_up_at, sessions=leaders)
         error = "; ".join(part for part in (why, nursery.describe_exit()) if part)
         nursery.close()
+        self._timers.cancel(self._boot_timer)
+        while self._deferred:
+            record = self._deferred.pop(0)
+            with _logged(f"telling the end of {record.id}"):
+                self._owner.on_spawn_failed(record.id, error)
         for child_id, port in list(self._ports.items()):
             # Each by itself: whatever is wrong with one must not leave the others running for ever.
             with _logged(f"reading the last messages of {child_id}"):
@@ -567,7 +590,7 @@ class Reactor:
 
     def _begin_close(self, kill_at: float) -> None:
         self._stopping = True
-        if self._ports:
+        if self._ports or self._deferred:
             self._lose_nursery("the supervisor was closed")
         nursery = self._nursery
         if nursery is None:
@@ -576,7 +599,8 @@ class Reactor:
         if nursery.pidfd is not None:
             self._unregister(nursery.pidfd)
         nursery.channel.close()
-        if not nursery.wait(kill_at - time.monotonic()):
+        self._timers.cancel(self._boot_timer)
+        if not nursery.ready or not nursery.wait(kill_at - time.monotonic()):
             nursery.kill()
             nursery.wait(_LOST_GIVE_UP_S)
         nursery.close()

@@ -267,7 +267,14 @@ def _run(link: Link, start: m.Start) -> int:
         return EXIT_NO_ANSWER
     # From here on a stop finds the work done: the answer goes out whole, and the exit follows at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link.notify(m.Answer(_sendable(answer)))
+    try:
+        link.notify(m.Answer(_sendable(answer)))
+    except ChannelClosed:
+        raise
+    except (OSError, MemoryError) as error:
+        # A large answer travels by file: nothing of it has been sent, so the channel still takes the reason.
+        link.notify(m.Failure(f"the answer of {len(answer)} characters could not be sent: {_readable(error)}"))
+        return EXIT_NO_ANSWER
     return 0
 
 

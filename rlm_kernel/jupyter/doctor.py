@@ -19,7 +19,9 @@ def run(args: argparse.Namespace) -> int:
         orphans, survivors = kill_orphans(_SWEEP_S)
         for orphan in orphans:
             print(f"{'NOT gone' if orphan.pid in survivors else 'killed'}: pid {orphan.pid}  {orphan.command}")
-        print("nothing was left behind" if not orphans else f"{len(orphans)} found, {len(orphans) - len(survivors)} gone")
+        print(
+            "nothing was left behind" if not orphans else f"{len(orphans)} found, {len(orphans) - len(survivors)} gone"
+        )
         return 1 if survivors else 0
     orphans = find_orphans()
     for orphan in orphans:
@@ -35,7 +37,11 @@ def platform_lines() -> list[str]:
         os.close(pidfd)
     facts = [
         ("process descriptors (pidfd)", pidfd is not None, "exits are confirmed by the nursery alone"),
-        ("parent-death signal and subreaper", posix.IS_LINUX, "a killed nursery leaves its children to end by themselves"),
+        (
+            "parent-death signal and subreaper",
+            posix.IS_LINUX,
+            "a killed nursery leaves its children to end by themselves",
+        ),
         ("process list (/proc)", os.path.isdir("/proc/self"), "what daemonized itself away cannot be found"),
     ]
     return [f"{name}: {'yes' if there else f'no; {without}'}" for name, there, without in facts]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Generator
 from typing import Any
 
-from rlm_kernel.children.supervisor import Ref
+from rlm_kernel.children.core import Ref
 from rlm_kernel.errors import ChildFailedError, ResultNotReady, RLMError, UsageMistake
 from rlm_kernel.session.ports import ChildrenPort
 from rlm_kernel.values import ChildState, ChildStatus

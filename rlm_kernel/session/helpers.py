@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlm_kernel.children.supervisor import Ref
+from rlm_kernel.children.core import Ref
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.errors import (
     ChildFailedError,

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from rlm_kernel import errors
+from rlm_kernel.children.core import Ref
 from rlm_kernel.children.records import ChildSpec
-from rlm_kernel.children.supervisor import Ref, Supervisor
+from rlm_kernel.children.supervisor import Supervisor
 from rlm_kernel.children.worker import Link
 from rlm_kernel.credentials import without_secrets
 from rlm_kernel.session import contexts
