@@ -51,11 +51,13 @@ class Arrivals:
             record.undelivered.clear()
 
         waiting: list[str] = []
-        self._core.apply(child_id, change)
+        try:
+            self._core.apply(child_id, change)
+        finally:
+            if not kept and pidfd is not None:
+                close_fds([pidfd])
         for text in waiting:
             self._core.reactor.tell_child(child_id, m.Steer(text))
-        if not kept and pidfd is not None:
-            close_fds([pidfd])
 
     def on_spawn_failed(self, child_id: str, error: str) -> None:
         self._core.apply(child_id, lambda record: self._core.registry.apply(record, Event.SPAWN_FAILED, error=error))

@@ -395,13 +395,16 @@ def _warm_up(entry: str) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """Run the nursery: ``argv`` is one JSON object, written by `NurseryProcess`."""
     began = time.monotonic()
-    # If the kernel dies while this process is stopped (SIGSTOP), it must go on in order to clean up. Harmless otherwise.
-    posix.set_parent_death_signal(signal.SIGCONT)
     options = json.loads(argv[0])
+    # Nobody looks out for the kernel's end while this process imports, and it has no children yet.
+    if posix.set_parent_death_signal(signal.SIGKILL) and os.getppid() != options["kernel_pid"]:
+        return
     nursery = Nursery(socket.socket(fileno=options["control_fd"]), options["kernel_pid"], options["kernel_pidfd"])
     nursery.install_signals()
     options.setdefault("warnings", [])
     _load(options)
     warnings = [*options["warnings"], *_warm_up(options["warm_up"])]
+    # From here on the end of the kernel is seen and cleaned up after; but if this process is stopped then (SIGSTOP), it must go on first.
+    posix.set_parent_death_signal(signal.SIGCONT)
     nursery.announce(time.monotonic() - began, warnings)
     nursery.run()

@@ -64,6 +64,9 @@ _BOOT_S = 120.0
 _OVERDUE_S = 3.0
 """Seconds after a child's time and graces are up at which the root steps in."""
 
+_OWN_END_S = 0.1
+"""Seconds that a nursery which has closed its channel has for its exit, so that its exit code can be told. It is ending."""
+
 _LOST_GIVE_UP_S = 1.0
 """Seconds to wait for the children of a dead nursery: SIGKILL has been sent, the kernel only has to tear them down."""
 
@@ -137,8 +140,16 @@ class Reactor:
             self._wake()
 
     def _start_thread(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        try:
+            self._selector = selectors.DefaultSelector()
+            try:
+                self._wake_reader, self._wake_writer = socket.socketpair()
+            except OSError:
+                self._selector.close()
+                raise
+        except OSError as error:
+            self._todo.clear()
+            raise NurseryError(f"cannot start the supervisor thread: {error}") from error
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._drain_wakeups)
@@ -271,7 +282,7 @@ class Reactor:
         if nursery is None:
             return
         try:
-            for message, fds in nursery.channel.receive():
+            for message, fds in _each(nursery.channel.receive()):
                 self._on_nursery_message(nursery, message, fds)
             if nursery.channel.eof:
                 self._lose_nursery("the nursery closed its channel")
@@ -501,7 +512,7 @@ class Reactor:
             return
         if port.channel.eof:
             self._unregister(port.channel.fileno())
-        for message, fds in messages:
+        for message, fds in _each(messages):
             self._owner.on_message(child_id, message, fds)
 
     def _read_log(self, child_id: str) -> None:
@@ -554,8 +565,10 @@ class Reactor:
             self._unregister(nursery.pidfd)
         give_up_at = time.monotonic() + _LOST_GIVE_UP_S
         with _logged("reading a lost nursery's last messages"):
-            for message, fds in nursery.channel.receive():
+            for message, fds in _each(nursery.channel.receive()):
                 self._on_nursery_message(nursery, message, fds)
+        if nursery.channel.eof:
+            nursery.wait(_OWN_END_S)
         nursery.kill()
         nursery_gone = nursery.wait(_LOST_GIVE_UP_S)
         leaders = {port.record.pid for port in self._ports.values() if port.record.pid is not None}
@@ -605,6 +618,17 @@ class Reactor:
             nursery.wait(_LOST_GIVE_UP_S)
         nursery.close()
         self._nursery = None
+
+
+def _each(messages: list[tuple[Any, tuple[int, ...]]]) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """Yield messages; if whoever takes them breaks off, close the descriptors of the rest."""
+    rest = deque(messages)
+    try:
+        while rest:
+            yield rest.popleft()
+    finally:
+        for _, fds in rest:
+            close_fds(fds)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from rlm_kernel.children.observers import hide_from_debugger
 from rlm_kernel.children.records import ChildRecord, ChildSpec
 from rlm_kernel.children.registry import Waiter
 from rlm_kernel.children.timers import Timer
-from rlm_kernel.errors import ChildCleanupError, ChildLimitError, RLMError
+from rlm_kernel.errors import ChildCleanupError, ChildLimitError, NurseryError, RLMError
 from rlm_kernel.values import ChildStatus, CleanupReport
 from rlm_kernel.wire import messages as m
 from rlm_kernel.wire.channel import close_fds
@@ -131,7 +131,11 @@ class Requests:
 
         thread = threading.Thread(target=cancel, name="rlm-cancel", daemon=True)
         hide_from_debugger(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refused = NurseryError(f"cannot cancel {ask.id}: there is no thread for it: {error}")
+            self._core.reactor.tell_child(child_id, error_reply(ask.request, refused))
 
     def _serve_call(self, child_id: str, ask: m.AskCall) -> None:
         def answer(reply: m.Reply) -> None:

@@ -52,19 +52,21 @@ class Stopper:
         done = threading.Lock()
         done.acquire()
         tally = StopTally()
-        with self._core.lock:
-            named = self._core.registry.live() if refs is None else self._core.find(refs, None)
-            targets = [
-                r for n in named for r in (n, *n.descendants()) if not r.ended or (r.given_up and not r.exit_seen)
-            ]
-            targets = list(dict.fromkeys(targets))
-            if refs is None:
-                targets += [r for r in self._core.registry.records.values() if r.given_up and not r.exit_seen]
-            self._core.tallies.append(tally)
-            self._core.registry.stop(targets, graces)
-            waiter = self._core.registry.add_waiter(targets, False, done.release)
-            effects = self._core.registry.take_effects()
+        targets: list[ChildRecord] = []
+        waiter = None
         try:
+            with self._core.lock:
+                named = self._core.registry.live() if refs is None else self._core.find(refs, None)
+                targets = [
+                    r for n in named for r in (n, *n.descendants()) if not r.ended or (r.given_up and not r.exit_seen)
+                ]
+                targets = list(dict.fromkeys(targets))
+                if refs is None:
+                    targets += [r for r in self._core.registry.records.values() if r.given_up and not r.exit_seen]
+                self._core.tallies.append(tally)
+                self._core.registry.stop(targets, graces)
+                waiter = self._core.registry.add_waiter(targets, False, done.release)
+                effects = self._core.registry.take_effects()
             with contextlib.suppress(NurseryError):
                 if refs is None and targets:
                     # On the reactor's thread, behind the launches that this stop follows: the nursery may only just be coming to be.
@@ -84,7 +86,8 @@ class Stopper:
             with self._core.lock:
                 if waiter is not None:
                     self._core.registry.remove_waiter(waiter)
-                self._core.tallies.remove(tally)
+                if tally in self._core.tallies:
+                    self._core.tallies.remove(tally)
         return self._report(verb, began, targets, tally)
 
     def _confirm(
@@ -141,7 +144,11 @@ class Stopper:
     def _wait_by_pidfd(self, targets: list[ChildRecord], until: float) -> None:
         with self._core.lock:
             # Copies: the reactor closes the originals when it hears of an exit.
-            pidfds = [os.dup(r.pidfd) for r in targets if r.pidfd is not None and not r.exit_seen]
+            pidfds = []
+            with contextlib.suppress(OSError):  # none is free: what is not waited for is looked at once more at the end
+                for record in targets:
+                    if record.pidfd is not None and not record.exit_seen:
+                        pidfds.append(os.dup(record.pidfd))
         try:
             for pidfd in pidfds:
                 posix.pidfd_has_exited(pidfd, until - time.monotonic())

@@ -272,7 +272,7 @@ def test_a_full_observer_queue_drops_and_counts(root: Root) -> None:
 
 def test_the_user_is_told_when_most_children_have_been_started(own_root: Root) -> None:
     warnings: list[str] = []
-    own_root.session.supervisor._on_warning = warnings.append
+    own_root.session.supervisor._core.on_warning = warnings.append
     own_root.scripted(final("x"))
     own_root.session.configure("max_children_total", "5")
     for _ in range(5):
