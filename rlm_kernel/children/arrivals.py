@@ -82,10 +82,11 @@ class Arrivals:
     def on_exited(self, message: m.Exited, error: str | None = None) -> None:
         def change(record: ChildRecord) -> None:
             for tally in self._core.tallies:
-                tally.asked += message.asked
-                tally.terminated += message.terminated
-                tally.killed += message.killed
-                tally.leftover.update(message.leftover)
+                if message.id in tally.ids:
+                    tally.asked += message.asked
+                    tally.terminated += message.terminated
+                    tally.killed += message.killed
+                    tally.leftover.update(message.leftover)
             self._core.registry.exited(record, message.code, error or _exit_text(message.code))
             if record.ended and record.exit_seen:
                 self._core.close_pidfd(record)

@@ -31,8 +31,9 @@ ChildListener = Callable[[ChildStatus], None]
 
 @dataclass(slots=True, eq=False)
 class StopTally:
-    """What the nursery reported about the children that one stop covers."""
+    """What the nursery reported about the children that one stop covers. Two that have counted the same are still two."""
 
+    ids: frozenset[str] = frozenset()
     asked: int = 0
     terminated: int = 0
     killed: int = 0

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import signal
 import sys
 import traceback
@@ -156,14 +155,15 @@ def _highest_fd() -> int:
 
 
 def _reset_random_state() -> None:
-    """Give the process its own random numbers and temporary names (``uuid4`` and ``secrets`` read the system's generator)."""
-    random.seed()
+    """Give the process random numbers of its own, and forget where temporary files were to go.
+
+    ``random`` and the names of ``tempfile`` see to it themselves after a fork; ``uuid4`` and ``secrets`` read the system's generator.
+    """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
-        tempfile._name_sequence = None  # type: ignore[attr-defined]
         tempfile.tempdir = None  # type: ignore[attr-defined]  # TMPDIR is what the call's environment says
 
 

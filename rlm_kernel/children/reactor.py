@@ -121,6 +121,7 @@ class Reactor:
         self._nursery: NurseryProcess | None = None
         self._deferred: list[ChildRecord] = []
         self._boot_timer: Timer | None = None
+        self._untold: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._thread_lock = threading.Lock()
         self._stopping = False
@@ -306,7 +307,7 @@ class Reactor:
                 return
             case m.SpawnFailed():
                 self._release(message.id)
-                self._owner.on_spawn_failed(message.id, message.error)
+                self._tell_end(lambda: self._owner.on_spawn_failed(message.id, message.error))
             case m.TimedOut():
                 self._owner.on_timed_out(message.id)
             case m.OverLimit():
@@ -316,8 +317,14 @@ class Reactor:
                 self._read_channel(message.id)
                 self._read_log(message.id)
                 self._release(message.id)
-                self._owner.on_exited(message)
+                self._tell_end(lambda: self._owner.on_exited(message))
         close_fds(fds)
+
+    def _tell_end(self, tell: Callable[[], None]) -> None:
+        """Tell an end of a child that has no port any more. If that meets a bug of ours, it is told again when the nursery is given up."""
+        self._untold.append(tell)
+        tell()
+        self._untold.pop()
 
     def _tell_nursery(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         if self._nursery is None:
@@ -580,6 +587,10 @@ class Reactor:
             record = self._deferred.pop(0)
             with _logged(f"telling the end of {record.id}"):
                 self._owner.on_spawn_failed(record.id, error)
+        untold, self._untold = self._untold, []
+        for tell in untold:
+            with _logged("telling an end for the second time"):
+                tell()
         for child_id, port in list(self._ports.items()):
             # Each by itself: whatever is wrong with one must not leave the others running for ever.
             with _logged(f"reading the last messages of {child_id}"):

@@ -284,7 +284,7 @@ class Registry:
         for waiter in self._waiters.pop(record.id, []):
             waiter.missing.discard(record.id)
             if not waiter.over and (waiter.any or not waiter.missing):
-                waiter.over = True
+                self.remove_waiter(waiter)  # a wait for any is registered with those that run on, too
                 self._wake(waiter)
         if record.parent is not None:
             self._end_if_alone(record.parent)

@@ -63,6 +63,7 @@ class Stopper:
                 targets = list(dict.fromkeys(targets))
                 if refs is None:
                     targets += [r for r in self._core.registry.records.values() if r.given_up and not r.exit_seen]
+                tally.ids = frozenset(record.id for record in targets)
                 self._core.tallies.append(tally)
                 self._core.registry.stop(targets, graces)
                 waiter = self._core.registry.add_waiter(targets, False, done.release)

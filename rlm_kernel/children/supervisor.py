@@ -10,12 +10,15 @@ It owns the registry, the reactor and the pidfd of every child whose exit is not
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from rlm_kernel.children.arrivals import Arrivals
 from rlm_kernel.children.callgate import Permission
@@ -34,6 +37,8 @@ from rlm_kernel.wire import messages as m
 from rlm_kernel.wire.channel import close_fds
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _WARN_AT = 0.8
 """Part of ``max_children_total`` at which the user is warned."""
@@ -249,6 +254,45 @@ class Supervisor:
         with self._core.lock:
             return [record.status() for record in records]
 
+    def run_interruptibly(self, work: Callable[[], T]) -> T:
+        """Run something that blocks outside of Python, such as a model call, so that `interrupt_waits` can end the wait for it.
+
+        On the main thread it simply runs, since signals reach that. On any other it runs on a thread of its own; an interrupted
+        wait leaves it to end by itself.
+
+        Raises:
+            KeyboardInterrupt: the wait was interrupted.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return work()
+        outcome: Future[T] = Future()
+        over = threading.Lock()
+        over.acquire()
+        wait = _RootWait(Waiter(set(), False, over.release), over)
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            try:
+                outcome.set_result(context.run(work))
+            except BaseException as error:
+                outcome.set_exception(error)
+            with self._core.lock:
+                if not wait.waiter.over:
+                    wait.waiter.over = True
+                    over.release()
+
+        with self._core.lock:
+            self._root_waits.append(wait)
+        try:
+            threading.Thread(target=run, name="rlm-call", daemon=True).start()
+            over.acquire()
+        finally:
+            with self._core.lock:
+                self._root_waits.remove(wait)
+        if wait.interrupted:
+            raise KeyboardInterrupt("a stop interrupted this call; its answer is not waited for any more")
+        return outcome.result()
+
     def interrupt_waits(self) -> None:
         """Have waits on threads other than the main one raise `KeyboardInterrupt`: no signal reaches them."""
         with self._core.lock:
@@ -306,9 +350,17 @@ class Supervisor:
             raise
 
     def release_held(self) -> None:
-        """Release everything that is held. Children that were started keep what they inherited."""
+        """Release everything that is held, here and now. Children that were started keep what they inherited."""
+        released = threading.Lock()
+        released.acquire()
+
+        def release() -> None:
+            self._core.reactor.drop_held()
+            released.release()
+
         with contextlib.suppress(NurseryError):
-            self._core.reactor.post(self._core.reactor.drop_held)
+            self._core.reactor.post(release)
+            released.acquire(timeout=_CLOSE_S)
 
     # -- model calls
 

@@ -42,6 +42,7 @@ class ModelAccess:
         build: builds the client, at the first call.
         model: the model that calls without ``model=`` use, None for the client's default.
         meter: is asked before each call, and told what it cost.
+        run: carries out what blocks, so that it can be interrupted where this process knows how.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class ModelAccess:
         *,
         model: str | None = None,
         meter: CallMeter | None = None,
+        run: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     ) -> None:
         self._build = build
         self._model = model
         self._meter = meter
+        self._run = run
         self._client: ModelClient | None = None
         self._lock = threading.Lock()
         self._calls: list[ModelCall] = []
@@ -83,7 +86,13 @@ class ModelAccess:
             ModelCallError: it failed.
             ChildLimitError: the token budget of the tree is spent.
         """
-        client, usage = self.client, Usage()
+        client = self.client
+        completion: Completion = self._run(lambda: self._counted(client, messages, model))
+        return completion
+
+    def _counted(self, client: ModelClient, messages: list[Message], model: str | None) -> Completion:
+        """Make one call when it may be made, and count what it cost."""
+        usage = Usage()
         if self._meter is not None:
             self._meter.begin_call()
         try:
@@ -114,8 +123,8 @@ class ModelAccess:
 
         began = time.monotonic()
         chats: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        _ = self.client  # built in this thread, once
-        outcomes = complete_batch(self, chats, model, max_workers=BATCH_WORKERS)
+        counted = _Counted(self._counted, self.client)
+        outcomes = self._run(lambda: complete_batch(counted, chats, model, max_workers=BATCH_WORKERS))
         answers = []
         for prompt, outcome in zip(prompts, outcomes, strict=True):
             if isinstance(outcome, Completion):
@@ -145,6 +154,19 @@ class ModelAccess:
         )
         with self._lock:
             self._calls.append(call)
+
+
+class _Counted:
+    """A client whose calls are counted one by one, for a batch of them."""
+
+    def __init__(
+        self, counted: Callable[[ModelClient, list[Message], str | None], Completion], client: ModelClient
+    ) -> None:
+        self._call = counted
+        self._client = client
+
+    def complete(self, messages: list[Message], model: str | None = None) -> Completion:
+        return self._call(self._client, messages, model)
 
 
 def describe_model(factory: Any, model: str | None) -> str:

@@ -191,7 +191,10 @@ class RLMSession:
             if self._models is not None:
                 self._spent += self._models.usage
             self._models = ModelAccess(
-                lambda: build_client(factory), model=self.settings.call_model, meter=self.supervisor
+                lambda: build_client(factory),
+                model=self.settings.call_model,
+                meter=self.supervisor,
+                run=self.supervisor.run_interruptibly,
             )
             self._models_for = made_for
         return self._models

@@ -228,12 +228,8 @@ def test_a_subprocess_of_the_cell_is_interrupted_with_it(kernel, fifo) -> None:
     "text",
     [
         "rlm_wait(h)",
-        pytest.param(
-            "llm_query('[[block]] subshell')",
-            marks=pytest.mark.xfail(
-                strict=True, reason="a model call outside of the main thread is not broken off yet"
-            ),
-        ),
+        "llm_query('[[block]] subshell')",
+        "llm_query_batched(['[[block]] subshell', '[[block]] another'])",
     ],
 )
 def test_a_wait_in_a_subshell_ends_with_an_interrupt(start_kernel, server, fifo, text) -> None:
@@ -248,7 +244,7 @@ def test_a_wait_in_a_subshell_ends_with_an_interrupt(start_kernel, server, fifo,
     if "rlm_wait" in text:
         kernel.ok("while not get_ipython().kernel.rlm.supervisor._root_waits: pass")
     else:
-        server.wait_for_request("subshell")
+        server.wait_for_request(lambda request: request.text.startswith("[[block]] subshell"))
     with Processes([pid]) as processes:
         _, left = kernel.answer_at_once(kernel.ask("interrupt_request"), processes)
     assert left == []
