@@ -17,14 +17,15 @@ import json
 import os
 import select
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from rlm_kernel.children import forking, posix
+from rlm_kernel.children import forking
 from rlm_kernel.children.worker import MARKER_VARIABLE, Link
 from rlm_kernel.values import Completion, Message, Usage
-from rlm_kernel.wire import channel as wire
+from rlm_kernel.wire import channel
 from rlm_kernel.wire import messages as m
 
 DIRECTORY, ROLE, STEP, FINITE = "RLM_FAULT_DIR", "RLM_FAULT_ROLE", "RLM_FAULT_STEP", "RLM_FAULT_FINITE"
@@ -34,6 +35,9 @@ ENDLESS = 10**15
 """Steps of a loop in C that ends long after everybody has lost patience."""
 
 Helper = Callable[..., Any]
+
+wire: Any = channel
+"""The same module, whose functions a child here replaces."""
 
 
 class InjectedError(RuntimeError):
@@ -116,7 +120,7 @@ class Client:
             return Completion("through the gate", Usage(1, 1, 1))
         if role == "leaf" and os.environ[STEP] == "model" and hold("model") == "fail":
             raise InjectedError("in a model call")
-        code = "from tests.children import fault_entries\n" f"FINAL(fault_entries.run_{role}(llm_query, rlm_query))"
+        code = f"from tests.children import fault_entries\nFINAL(fault_entries.run_{role}(llm_query, rlm_query))"
         return Completion(f"```repl\n{code}\n```", Usage(1, 5, 5))
 
 
@@ -234,17 +238,17 @@ def hold_half_a_frame() -> str:
     """Stop in the middle of the frame that carries the answer."""
     flush = wire.Channel.flush
 
-    def held(self: wire.Channel[Any]) -> bool:
+    def held(self: channel.Channel[Any]) -> bool:
         if self._outgoing and len(self._outgoing[0][0]) > 40_000:
             view, fds = self._outgoing[0]
             sent = self._sock.send(view[:1000])
             self._outgoing[0] = (view[sent:], fds)
-            wire.Channel.flush = flush  # type: ignore[method-assign]
+            wire.Channel.flush = flush
             if hold("result_frame") == "fail":
                 raise InjectedError("in the middle of a frame")
         return flush(self)
 
-    wire.Channel.flush = held  # type: ignore[method-assign]
+    wire.Channel.flush = held
     return "x" * 50_000
 
 
@@ -269,7 +273,7 @@ def hold_the_exit() -> None:
         os._exit = leave
         leave(FAILED_CODE if hold("exit") == "fail" else code)
 
-    os._exit = held
+    os._exit = held  # type: ignore[assignment]
 
 
 # --------------------------------------------------------------------------------------- warm-ups of broken nurseries
@@ -346,11 +350,6 @@ def warm_up_that_talks_nonsense() -> None:
     nursery.Nursery._tell = garbled  # type: ignore[method-assign]
 
 
-def pidless() -> None:
-    """Act as on a platform without pidfds."""
-    posix.open_pidfd = lambda _pid: None
-
-
 # -------------------------------------------------------------------------------------- entries beside those of `entries`
 
 
@@ -391,3 +390,75 @@ def start_and_cancel(link: Link, start: m.Start) -> str:
     reply = link.request(lambda number: m.AskSpawn(number, (child,), dict(os.environ), os.getcwd(), start.sys_path))
     reply = link.request(lambda number: m.AskCancel(number, reply.statuses[0].id, None))
     return str(reply.error)
+
+
+def breed(link: Link, start: m.Start) -> str:
+    """Start processes of several kinds, report them, and go on as told."""
+    task = json.loads(start.task)
+    pids = [_BREEDS[kind]() for kind in task["kinds"]]
+    then = task["then"]
+    if then in ("parent", "parents"):
+        inner = {**task, "then": "stubborn", "kinds": task.get("grandkinds", task["kinds"])}
+        count = task.get("children", 1)
+        fds = [os.dup(link.attachments[0]) for _ in range(count)]
+        child = m.ChildRequestSpec(json.dumps(inner).encode(), "", "", None, None, 1)
+        build = lambda n: m.AskSpawn(n, (child,) * count, dict(os.environ), os.getcwd(), start.sys_path)  # noqa: E731
+        ids = tuple(status.id for status in link.request(build, fds).statuses)
+        if then == "parent":
+            _until_it_runs(link, ids[0])
+    line = json.dumps({"pid": os.getpid(), "started": pids}).encode() + b"\n"
+    if then == "stubborn":
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)
+    os.write(link.attachments[0], line)
+    print("reported", flush=True)
+    if then == "fail":
+        raise InjectedError("as told")
+    if then == "parents":
+        link.request(lambda n: m.AskWait(n, ids, None, False))
+    while then in ("pause", "stubborn"):
+        signal.pause()
+    return "bred"
+
+
+def _until_it_runs(link: Link, child_id: str) -> None:
+    """Wait until a child has written its log: by then it has reported what it started."""
+    while not link.request(lambda n: m.AskStatus(n, (child_id,))).statuses[0].log_tail:
+        time.sleep(0.005)
+
+
+def _program(**options: Any) -> int:
+    return subprocess.Popen(["/bin/sleep", "1000"], **options).pid
+
+
+def _daemon(*, stubborn: bool = False, scrubbed: bool = False) -> int:
+    """Start a process that has left group, session and parent."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if stubborn:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, signal.SIG_IGN)
+        if os.fork() == 0:
+            os.setpgid(0, 0)
+            os.write(writer, str(os.getpid()).encode())
+            if scrubbed:
+                os.execve("/bin/sleep", ["sleep", "1000"], {})
+            while True:
+                signal.pause()
+        os._exit(0)
+    os.close(writer)
+    pid = int(os.read(reader, 100))
+    os.close(reader)
+    return pid
+
+
+_BREEDS: dict[str, Callable[[], int]] = {
+    "program": _program,
+    "group": lambda: _program(process_group=0),
+    "session": lambda: _program(start_new_session=True),
+    "bare": lambda: _program(env={}),
+    "daemon": _daemon,
+    "stubborn_daemon": lambda: _daemon(stubborn=True),
+    "scrubbed_daemon": lambda: _daemon(stubborn=True, scrubbed=True),
+}

@@ -136,14 +136,11 @@ CELLS = [(step, ending) for step in STEPS for ending in ENDINGS if impossible(st
 def pairwise() -> list[tuple[str, str]]:
     """Choose cells in which every step and every ending comes at least twice: diagonals through the table."""
     chosen: list[tuple[str, str]] = []
-    endings = list(ENDINGS)
     for row, step in enumerate(STEPS):
         for offset in (0, 5):
-            column = row + offset
-            while (step, endings[column % len(endings)]) not in CELLS or (step, endings[column % len(endings)]) in chosen:
-                column += 1
-            chosen.append((step, endings[column % len(endings)]))
-    for ending in endings:
+            turned = [*ENDINGS, *ENDINGS, *ENDINGS][row + offset :]
+            chosen.append(next((step, e) for e in turned if (step, e) in CELLS and (step, e) not in chosen))
+    for ending in ENDINGS:
         while sum(ending == other for _, other in chosen) < 2:
             chosen.append(next(cell for cell in CELLS if cell[1] == ending and cell not in chosen))
     return chosen
@@ -165,7 +162,7 @@ class HeldReactor:
                 self._go.wait(DEADLINE_S)
             return receive(channel, reads)
 
-        Channel.receive = held  # type: ignore[method-assign]
+        Channel.receive = held  # type: ignore[method-assign,assignment]
 
     def release(self) -> None:
         Channel.receive = self._receive  # type: ignore[method-assign]
@@ -185,7 +182,7 @@ class SpawnSent:
                 self._sent.set()
             return complete
 
-        Channel.flush = watched  # type: ignore[method-assign]
+        Channel.flush = watched  # type: ignore[method-assign,assignment]
 
     def wait(self) -> None:
         try:
@@ -219,7 +216,9 @@ class Driver:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._restore = {name: os.environ.get(name) for name in (faults.DIRECTORY, faults.ROLE, faults.STEP, faults.FINITE)}
+        self._restore = {
+            name: os.environ.get(name) for name in (faults.DIRECTORY, faults.ROLE, faults.STEP, faults.FINITE)
+        }
         os.environ[faults.DIRECTORY] = str(folder)
         self._pipes: dict[str, int] = {}
         self._announced = b""

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.children.fault_matrix import CELLS, ENDINGS, STEPS, Driver, expected, impossible, pairwise, run_cell
-
-ROUGH = {"shutdown", "nursery_kill", "nursery_stop"}
-"""Endings after which there is another nursery than before."""
-
-GENTLE_CELLS = [cell for cell in pairwise() if cell[1] not in ROUGH and cell[0] != "booting"]
-ROUGH_CELLS = [cell for cell in pairwise() if cell not in GENTLE_CELLS]
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +17,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
         yield driver
 
 
-@pytest.fixture
-def own(tmp_path: Path, no_leftovers: None) -> Iterator[Driver]:
-    with Driver(tmp_path) as driver:
-        yield driver
+@pytest.fixture(autouse=True)
+def no_leftovers() -> None:
+    """Each cell looks after this itself, and knows that the nursery of the next is another one."""
 
 
-@pytest.mark.parametrize(("step", "ending"), GENTLE_CELLS)
+@pytest.mark.parametrize(("step", "ending"), pairwise())
 def test_however_a_child_ends_its_state_is_clear_and_nothing_is_left(shared: Driver, step: str, ending: str) -> None:
     run_cell(shared, step, ending)
-
-
-@pytest.mark.parametrize(("step", "ending"), ROUGH_CELLS)
-def test_whatever_happens_to_its_nursery_the_state_is_clear_and_nothing_is_left(
-    own: Driver, step: str, ending: str
-) -> None:
-    run_cell(own, step, ending)
 
 
 def test_every_step_and_every_ending_comes_at_least_twice() -> None:

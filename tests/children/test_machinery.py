@@ -319,7 +319,9 @@ def test_without_descriptors_verbs_still_confirm(make_supervisor: Make, reports:
     assert works(supervisor)
 
 
-def test_an_answer_for_which_the_root_has_no_descriptor_fails_that_child(make_supervisor: Make, reports: Reports) -> None:
+def test_an_answer_for_which_the_root_has_no_descriptor_fails_that_child(
+    make_supervisor: Make, reports: Reports
+) -> None:
     supervisor = make_supervisor()
     child = spec("echo", reports)
     child.entry = "tests.children.fault_entries:big_answer_when_asked"
@@ -378,7 +380,9 @@ def test_a_full_disk_costs_logs_and_trajectories_and_nothing_else(
 
     session = RLMSession(Settings({"run_dir": str(full_disk / "runs")}, environ={}), {})
     noisy = "```repl\nimport os\nfor _ in range(20): os.write(1, b'n' * 10_000)\nprint('x' * 60_000)\n```"
-    session.configure_value("client_factory", ScriptedClient.factory([noisy, noisy, "```repl\nFINAL('got through')\n```"]))
+    session.configure_value(
+        "client_factory", ScriptedClient.factory([noisy, noisy, "```repl\nFINAL('got through')\n```"])
+    )
     try:
         query = session.namespace["rlm_query"]
         assert [query("one"), query("two")] == ["got through"] * 2
@@ -464,7 +468,10 @@ def test_a_nursery_that_talks_nonsense_fails_its_runs_and_the_next_one_works(
     second = supervisor.start([spec("pause", reports)])
     statuses = supervisor.wait(refs([*first, *second]), DEADLINE_S)
     assert {(s.state, s.exited) for s in statuses} == {(ChildState.FAILED, True)}
-    assert all(("nursery's channel is broken" if data and not exits else "the nursery process ended") in str(s.error) for s in statuses)
+    assert all(
+        ("nursery's channel is broken" if data and not exits else "the nursery process ended") in str(s.error)
+        for s in statuses
+    )
     assert all(is_dead(pid) for pid in (told["pid"], told["daemon"]))
     (folder / "nonsense").unlink()
     assert works(supervisor)

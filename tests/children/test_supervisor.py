@@ -71,16 +71,18 @@ def test_an_answer_of_six_million_bytes_arrives_whole(sup: Supervisor) -> None:
 
 
 def test_an_answer_that_is_read_together_with_the_exit_counts(sup: Supervisor, reports: Reports) -> None:
-    """The loop is held up while the child answers and goes, so that it hears of the answer and of the exit at once."""
+    """The loop is held up while the child answers and goes, and hears of the exit before it is told of the answer."""
     held, gone = threading.Event(), threading.Event()
+    reactor = sup._core.reactor
 
     def hold_the_loop() -> None:
+        reactor._unregister(reactor._ports[child.id].channel.fileno())
         held.set()
         gone.wait(DEADLINE_S)
 
     [child] = sup.start([spec("answer_when_asked", reports)])
     pid = reports.next()["pid"]
-    sup._core.reactor.post(hold_the_loop)
+    reactor.post(hold_the_loop)
     assert held.wait(DEADLINE_S)
     os.kill(pid, signal.SIGINT)
     reports.wait_until_everybody_is_gone()
