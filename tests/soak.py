@@ -5,8 +5,8 @@ Workers are killed, stopped and hit in mid-start, now and then the nursery is, c
 for 1 ms at a time, and the session is closed and reset every few hundred. At each reset nothing may be left; at the end descriptors,
 threads and memory of root and nursery are where they were after the warm-up. It prints its figures and exits with 1 if anything is wrong.
 
-``--machine`` runs the random state machine of `tests.children.test_machine` for that long instead. `tests.test_soak` and
-`tests.children.test_soak` run the short forms.
+``--machine`` runs the random state machine of `tests.children.machine` for that long instead.
+`tests.children.test_soak` is the short form.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ constant: the records of one whole episode, with their results, log tails and er
 NURSERY_GROWTH = 3 << 20
 """Bytes of private memory that a nursery may have gained. Nothing is kept per child, but forking copies pages: every page of the frozen
 heap whose reference counts it touches becomes its own, once."""
+
+BOOTS_DIFFER = 5 << 20
+"""Bytes by which two fresh nurseries may differ: one that had to compile modules has a larger heap (4 MiB were seen)."""
 
 STUBBORN = """
 import signal
@@ -110,11 +113,12 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What root and nursery hold at a moment at which no child lives. Memory in bytes, private pages only."""
+    """What root and nursery hold at a moment at which no child lives. Memory in bytes, written and private pages only."""
 
     fds: int
     threads: tuple[str, ...]
     memory: int
+    nursery: int
     nursery_fds: int
     nursery_memory: int
 
@@ -417,7 +421,7 @@ class Soak:
         report = run()
         self.figures.time(name, time.monotonic() - began)
         self.expect(report.ok, f"{name}: {report}")
-        left = {pid: seen for pid, seen in proc.marked().items() if pid != self.session.supervisor.nursery_pid}
+        left = [seen for seen in proc.marked().values() if not proc.is_nursery(seen)]
         self.expect(not left, f"alive after {name}: {left}")
 
     def reset(self) -> None:
@@ -445,9 +449,8 @@ class Soak:
             select.select([], [], [], 0.005)
         gc.collect()
         threads = tuple(proc.own_threads())
-        memory = posix.private_bytes(os.getpid()) or 0
-        nursery_memory = posix.private_bytes(nursery) or 0
-        return Sample(len(proc.own_fds()), threads, memory, len(proc.open_fds(nursery)), nursery_memory)
+        memory, nursery_memory = proc.dirty_bytes(os.getpid()), proc.dirty_bytes(nursery)
+        return Sample(len(proc.own_fds()), threads, memory, nursery, len(proc.open_fds(nursery)), nursery_memory)
 
     def compare(self) -> None:
         """Compare the last sample with that after the warm-up."""
@@ -460,8 +463,12 @@ class Soak:
         )
         allowed = ROOT_GROWTH + ROOT_GROWTH_PER_CHILD * self.figures.children
         self.expect(last.memory - first.memory <= allowed, f"the root's memory: {first} → {last}")
+        for sample in self.figures.samples:
+            born = next(other for other in self.figures.samples if other.nursery == sample.nursery)
+            grown = sample.nursery_memory - born.nursery_memory
+            self.expect(grown <= NURSERY_GROWTH, f"the memory of one nursery: {born} → {sample}")
         grown = last.nursery_memory - first.nursery_memory
-        self.expect(grown <= NURSERY_GROWTH, f"the nursery's memory: {first} → {last}")
+        self.expect(grown <= NURSERY_GROWTH + BOOTS_DIFFER, f"the nursery's memory: {first} → {last}")
 
 
 def soak_sessions(minutes: float, seed: int) -> None:
@@ -476,7 +483,8 @@ def soak_sessions(minutes: float, seed: int) -> None:
 
 
 def soak_machine(minutes: float) -> None:
-    from tests.children.test_machine import Arena, run_machine
+    from tests.children.machine import run_machine
+    from tests.children.machine_base import Arena
 
     began = time.monotonic()
     with Arena() as arena:

@@ -85,7 +85,7 @@ class Registry:
     episode_id: str = ""
     records: dict[str, ChildRecord] = field(default_factory=dict)
     _live: dict[str, ChildRecord] = field(default_factory=dict)
-    _stale: set[str] = field(default_factory=set)
+    _stale_up_to: int = 0
     _queue: deque[ChildRecord] = field(default_factory=deque)
     _woken: deque[tuple[ChildRecord, Callback]] = field(default_factory=deque)
     _waiters: dict[str, list[Waiter]] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Registry:
 
     def begin_episode(self, episode_id: str) -> None:
         """Forget the children of the episode before, whose ids become stale. All of them must have ended."""
-        self._stale.update(self.records)
+        self._stale_up_to = self._last_number
         self.records.clear()
         self._started_in_episode = 0
         self.episode_id = episode_id
@@ -129,7 +129,7 @@ class Registry:
             UnknownHandleError: there is no such child for this caller; the message lists those that there are.
         """
         record = self.records.get(child_id)
-        stale = child_id in self._stale if episode_id is None else episode_id != self.episode_id
+        stale = self._is_stale(child_id) if episode_id is None else episode_id != self.episode_id
         if stale and (record is None or episode_id is not None):
             raise StaleHandleError(f"child {child_id!r} belongs to an episode that a reset has ended; start a new one")
         if record is None or not record.is_reachable_from(caller):
@@ -138,6 +138,11 @@ class Registry:
             more = f" (and {len(ids) - _IDS_IN_MESSAGE} earlier ones)" if len(ids) > _IDS_IN_MESSAGE else ""
             raise UnknownHandleError(f"no child {child_id!r} here. Children that exist: {shown}{more}")
         return record
+
+    def _is_stale(self, child_id: str) -> bool:
+        """Tell whether an id was given in an earlier episode: numbers go on over resets, so its number says it."""
+        number = child_id.removeprefix("c")
+        return number != child_id and number.isdecimal() and len(number) < 20 and 0 < int(number) <= self._stale_up_to
 
     def visible_to(self, caller: ChildRecord | None) -> list[ChildRecord]:
         """Return all descendants of ``caller`` (None: of the root), in start order."""

@@ -186,7 +186,7 @@ class Stopper:
         )
 
     def hasten(self) -> None:
-        """Skip to SIGKILL for everything that is being stopped."""
+        """Skip to SIGKILL in a stop of everything that is under way: every live child is killed."""
         with self._core.lock:
             records = self._core.registry.live()
             if not records:

@@ -302,16 +302,25 @@ class Supervisor:
                     self._core.registry.remove_waiter(wait.waiter)
                     wait.over.release()
 
-    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> Callable[[], None] | None:
         """Have ``callback`` called once, on some thread of ours, when the child has ended.
 
         Returns:
-            False if it has ended already; the callback is not called then.
+            a function that withdraws it (harmless when it has been called); None if the child has ended already, and the callback is
+            not called.
         """
         self._core.check_process()
         with self._core.lock:
             record = self._core.find([ref], None)[0]
-            return self._core.registry.add_waiter([record], False, callback) is not None
+            waiter = self._core.registry.add_waiter([record], False, callback)
+        if waiter is None:
+            return None
+
+        def withdraw() -> None:
+            with self._core.lock:
+                self._core.registry.remove_waiter(waiter)
+
+        return withdraw
 
     def usage(self) -> Usage:
         """Return the usage of all children of the episode."""
@@ -460,7 +469,7 @@ class Supervisor:
         return self._stopper.stop(verb, graces, refs)
 
     def hasten(self) -> None:
-        """Skip to SIGKILL for everything that is being stopped."""
+        """Skip to SIGKILL in a stop of everything that is under way: every live child is killed."""
         self._stopper.hasten()
 
     def close(self) -> bool:

@@ -87,8 +87,12 @@ class ChildHandle:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle)
 
-        if self._port.call_when_done(self.ref, from_any_thread):
-            yield from done.__await__()
+        withdraw = self._port.call_when_done(self.ref, from_any_thread)
+        if withdraw is not None:
+            try:
+                yield from done.__await__()
+            finally:
+                withdraw()
         return self.result()
 
     def __eq__(self, other: object) -> bool:

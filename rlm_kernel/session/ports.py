@@ -58,8 +58,8 @@ class ChildrenPort(Protocol):
     def send(self, ref: Ref, message: str) -> ChildStatus:
         """Hand a message to a child."""
 
-    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
-        """Have ``callback`` called once when the child has ended; False if it has already."""
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> Callable[[], None] | None:
+        """Have ``callback`` called once when the child has ended. Returns what withdraws it; None if it has ended already."""
 
 
 def _encode_task(request: ChildRequest, hold: contexts.Hold) -> tuple[bytes, tuple[int, ...]]:
@@ -194,7 +194,7 @@ class RootPort:
     def send(self, ref: Ref, message: str) -> ChildStatus:
         return self._supervisor.send(ref, message)
 
-    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> Callable[[], None] | None:
         return self._supervisor.call_when_done(ref, callback)
 
 
@@ -203,6 +203,8 @@ class LinkPort:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._lock = threading.Lock()
+        self._callbacks: dict[Ref, list[Callable[[], None]]] = {}
 
     def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
         here = Surroundings.now()
@@ -244,18 +246,34 @@ class LinkPort:
     def send(self, ref: Ref, message: str) -> ChildStatus:
         return checked(self._link.request(lambda number: m.AskSend(number, ref[0], message))).statuses[0]
 
-    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> bool:
-        def wait() -> None:
-            try:
-                self.wait([ref], None, False)
-            except (errors.RLMError, ChannelClosed) as error:
-                # Whoever is woken asks for the result, and meets the same error in the right place.
-                _log.debug("waiting for %s: %s", ref[0], error)
-            finally:
-                callback()
+    def call_when_done(self, ref: Ref, callback: Callable[[], None]) -> Callable[[], None] | None:
+        with self._lock:
+            callbacks = self._callbacks.get(ref)
+            if callbacks is not None:
+                callbacks.append(callback)
+            else:
+                callbacks = self._callbacks[ref] = [callback]
+                threading.Thread(target=self._call_back, args=(ref,), name="rlm-await", daemon=True).start()
 
-        threading.Thread(target=wait, name="rlm-await", daemon=True).start()
-        return True
+        def withdraw() -> None:
+            with self._lock:
+                if callback in callbacks:
+                    callbacks.remove(callback)
+
+        return withdraw
+
+    def _call_back(self, ref: Ref) -> None:
+        """Wait for a child, on a thread of its own, on behalf of all who await it."""
+        try:
+            self.wait([ref], None, False)
+        except (errors.RLMError, ChannelClosed) as error:
+            # Whoever is woken asks for the result, and meets the same error in the right place.
+            _log.debug("waiting for %s: %s", ref[0], error)
+        finally:
+            with self._lock:
+                callbacks = self._callbacks.pop(ref)
+            for callback in callbacks:
+                callback()
 
 
 def checked(reply: m.Reply) -> m.Reply:

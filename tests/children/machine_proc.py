@@ -54,6 +54,11 @@ def marked() -> dict[int, Seen]:
     return found
 
 
+def is_nursery(seen: Seen) -> bool:
+    """Tell whether a marked process is a nursery: nothing else of it is our own child. A nursery may outlive its children for a moment."""
+    return seen.parent == os.getpid()
+
+
 def look(pid: int) -> Seen | None:
     """Look at one process, None if it is gone."""
     seen = posix.parent_and_state(pid)
@@ -92,6 +97,15 @@ def own_fds() -> dict[int, str]:
     """Return the open descriptors of this process that are no garbage."""
     gc.collect()
     return open_fds()
+
+
+def dirty_bytes(pid: int) -> int:
+    """Return the memory that a process has written to and shares with nobody, swap included.
+
+    Clean private pages are left out: pages of a library are "private" exactly while no other process on the machine maps them.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith((b"Private_Dirty:", b"Swap:")))
 
 
 def own_threads() -> list[str]:

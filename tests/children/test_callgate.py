@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,11 +26,11 @@ def test_without_bounds_every_call_is_let_through() -> None:
 
 
 def test_calls_above_the_bound_wait_and_are_served_in_order() -> None:
-    gate, served = CallGate(max_concurrent=2), []
+    gate, served = CallGate(max_concurrent=2), list[str]()
     for who in ("c1", "c2"):
         assert gate.ask(who, _never, _never) is Permission.GRANTED
     for who in ("c3", "c4"):
-        assert gate.ask(who, lambda who=who: served.append(who), _never) is Permission.QUEUED
+        assert gate.ask(who, partial(served.append, who), _never) is Permission.QUEUED
     for callback in gate.ended("c1", _cost(1)):
         callback()
     assert served == ["c3"]
@@ -79,7 +81,7 @@ def test_calls_of_like_cost_overshoot_a_budget_by_less_than_one_call(order: list
     for turn in order:
         who = f"c{turn % 8}"
         if who not in gate.under_way and who not in waiting:
-            answer = gate.ask(who, lambda who=who: waiting.remove(who), lambda who=who: waiting.remove(who))
+            answer = gate.ask(who, partial(waiting.remove, who), partial(waiting.remove, who))
             if answer is Permission.QUEUED:
                 waiting.append(who)
         for running in list(gate.under_way)[:1] if turn % 2 else []:

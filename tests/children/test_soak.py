@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from rlm_kernel.children import posix
+from rlm_kernel.children.registry import Registry
+from rlm_kernel.children.states import Event, Phase
 from rlm_kernel.children.supervisor import NurserySettings, Supervisor
-from rlm_kernel.values import ChildState, Graces
+from rlm_kernel.errors import UsageMistake
+from rlm_kernel.values import ChildState, ChildStatus, CleanupReport, Graces
 from tests.children.helpers import DEADLINE_S, Reports, finish, limits, refs, spec
 from tests.soak import Soak
 
@@ -56,29 +58,44 @@ def test_a_cancel_at_the_instant_of_finishing_leaves_one_terminal_state_and_the_
         assert [state for state in published[status.id] if state.done] == [status.state]
 
 
-def test_stops_that_have_reported_the_same_do_not_mix_up_their_reports(make_supervisor: Make, reports: Reports) -> None:
-    """Two stops of one child, one of which gives up first: each takes only its own count out."""
+def takes_messages(supervisor: Supervisor, child: ChildStatus) -> bool:
+    """Tell whether nothing has decided a child's end yet."""
+    try:
+        return bool(supervisor.send((child.id, None), "x").id)
+    except UsageMistake:
+        return False
+
+
+def test_each_of_two_stops_at_the_same_time_counts_its_own_children(make_supervisor: Make, reports: Reports) -> None:
+    """The one that ends first has counted what the other has, and takes only its own count with it."""
     supervisor = make_supervisor()
-    [child] = supervisor.start([spec("stubborn", reports)])
-    reports.next()
-    errors: list[BaseException] = []
-    done: list[int] = []
+    [stubborn] = supervisor.start([spec("stubborn", reports)])
+    [pausing] = supervisor.start([spec("pause", reports)])
+    reports.take(2)
+    outcome: list[CleanupReport | BaseException] = []
 
-    def stop(graces: Graces) -> None:
+    def stop() -> None:
         try:
-            done.append(supervisor.stop("close", graces, refs([child])).killed)
+            outcome.append(supervisor.stop("close", Graces(0.3, 0.1, 1.0), refs([stubborn])))
         except BaseException as error:
-            errors.append(error)
+            outcome.append(error)
 
-    slow = threading.Thread(target=stop, args=(Graces(0.3, 0.1, 1.0),))
+    slow = threading.Thread(target=stop)
     slow.start()
-    quick = [threading.Thread(target=stop, args=(Graces(0.0, 0.0, 0.0),)) for _ in range(3)]
-    for thread in quick:
-        thread.start()
-    for thread in (slow, *quick):
-        thread.join(DEADLINE_S)
-    assert errors == []
-    assert len(done) == 4
+    while takes_messages(supervisor, stubborn):
+        pass
+    quick = supervisor.stop("cancel", Graces(5.0, 5.0, 1.0), refs([pausing]))
+    slow.join(DEADLINE_S)
+    assert (quick.ok, quick.stopped, quick.asked, quick.terminated, quick.killed) == (True, (pausing.id,), 1, 0, 0)
+    [report] = outcome
+    assert isinstance(report, CleanupReport), report
+    assert (report.ok, report.stopped, report.asked, report.terminated, report.killed) == (
+        True,
+        (stubborn.id,),
+        1,
+        1,
+        1,
+    )
 
 
 def test_the_cancel_of_a_child_whose_nursery_still_boots_does_not_wait_for_its_imports(
@@ -91,13 +108,12 @@ def test_the_cancel_of_a_child_whose_nursery_still_boots_does_not_wait_for_its_i
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     supervisor = make_supervisor(NurserySettings(preload=("slow_to_import",)))
     cancelled, sibling = supervisor.start([spec("echo"), spec("echo")])
-    began = time.monotonic()
-    report = supervisor.cancel((cancelled.id, None))
-    assert report.ok
-    assert time.monotonic() - began < limits().graces.shutdown_s
-    assert supervisor.status(refs([cancelled]))[0].state is ChildState.CANCELLED
-    assert supervisor.status(refs([sibling]))[0].state is ChildState.QUEUED
-    gate.write_text("go on")
+    with gate.open("w"):  # waits until the nursery imports it, which then waits for the end of this block
+        report = supervisor.cancel((cancelled.id, None))
+        assert report.ok
+        assert report.duration_s < limits().graces.shutdown_s
+        assert supervisor.status(refs([cancelled]))[0].state is ChildState.CANCELLED
+        assert supervisor.status(refs([sibling]))[0].state is ChildState.QUEUED
     assert supervisor.wait(refs([sibling]), DEADLINE_S)[0].state is ChildState.COMPLETED
 
 
@@ -112,3 +128,22 @@ def test_after_a_stop_that_met_a_booting_nursery_the_next_child_does_not_go_to_t
         [status] = finish(supervisor, spec("echo"))
         assert status.state is ChildState.COMPLETED, status
         assert supervisor.close()
+
+
+def test_waits_of_a_child_for_any_leave_nothing_with_the_sibling_that_runs_on() -> None:
+    registry = Registry(limits=limits())
+    [parent] = registry.admit([spec("parent")], None, lambda _: ("", ""))
+    registry.dispatch()
+    registry.apply(parent, Event.STARTED)
+    for _ in range(200):
+        if len(parent.children) < 2:
+            registry.admit([spec("pause"), spec("echo")], parent, lambda _: ("", ""))
+        else:
+            registry.admit([spec("echo")], parent, lambda _: ("", ""))
+        registry.dispatch()
+        lasting, quick = parent.children[0], parent.children[-1]
+        assert registry.begin_wait(parent, [lasting, quick], True, lambda: None) is not None
+        registry.apply(quick, Event.STARTED)
+        registry.exited(quick, 0)
+        assert parent.phase is Phase.RUNNING
+    assert registry._waiters == {}

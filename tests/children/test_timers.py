@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +17,8 @@ def _run(timers: Timers, now: float) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=300))
 def test_what_is_due_runs_once_in_order_and_what_was_cancelled_never(entries: list[tuple[int, bool]]) -> None:
-    timers, ran = Timers(), []
-    added = [(when, timers.add(when, lambda i=i: ran.append(i)), keep) for i, (when, keep) in enumerate(entries)]
+    timers, ran = Timers(), list[int]()
+    added = [(when, timers.add(when, partial(ran.append, i)), keep) for i, (when, keep) in enumerate(entries)]
     for _, timer, keep in added:
         if not keep:
             timers.cancel(timer)

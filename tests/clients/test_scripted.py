@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import pytest
 
 from rlm_kernel.clients.base import as_client, build_client, complete_batch

@@ -232,7 +232,11 @@ def test_a_new_nursery_holds_what_the_one_before_held(own_root: Root) -> None:
 
 def test_a_child_passes_its_inherited_context_on_without_a_copy(root: Root) -> None:
     text = "y" * (2 * HOLD_FROM)
-    pass_on = "from rlm_kernel.session.contexts import encode\ne, fds = encode(context)\nFINAL([bool(e.held), fds, rlm_query('leaf', context=context)])"
+    pass_on = """
+from rlm_kernel.session.contexts import encode
+e, fds = encode(context)
+FINAL([bool(e.held), fds, rlm_query('leaf', context=context)])
+"""
     _rules(root, leaf=block("FINAL(len(context))"), parent=block(pass_on))
     root.session.configure("max_depth", "3")
     assert root.rlm_query("parent", context=text) == f"[True, (), '{len(text)}']"

@@ -63,7 +63,9 @@ def test_cancelling_what_has_ended_changes_nothing(root: Root) -> None:
     assert root.rlm_result(handle) == "done"
 
 
-def test_a_cancel_at_the_instant_of_finishing_leaves_one_terminal_state_and_keeps_the_answer_that_won(root: Root) -> None:
+def test_a_cancel_at_the_instant_of_finishing_leaves_one_terminal_state_and_keeps_the_answer_that_won(
+    root: Root,
+) -> None:
     """A slice of the 200 that the soak runs: the cancel is sent at varied moments around the end of the child."""
     root.scripted(final("won"))
     root.session.configure("max_children_total", "1000")
@@ -188,6 +190,23 @@ async def _await(handle: Any) -> str:
     return answer
 
 
+def test_an_await_that_is_given_up_leaves_nothing_behind(
+    root: Root, server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.served(server, monkeypatch)
+    handle = root.rlm_query(held("FINAL('x')"), blocking=False)
+
+    async def give_up() -> None:
+        for _ in range(50):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(_await(handle), 0.001)
+
+    asyncio.run(give_up())
+    assert root.session.supervisor._core.registry._waiters == {}
+    server.release("held")
+    assert handle.wait(10).result == "x"
+
+
 def test_waits_in_other_threads_can_be_interrupted(
     root: Root, server: ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +249,9 @@ FINAL([first.result, sent, str(status.state), status.exited, [str(s.state) for s
     assert answer == "['quick', 1, 'cancelled', True, ['cancelled', 'completed']]"
 
 
-def test_observers_are_told_of_each_subcall_and_neither_a_raising_nor_a_blocked_one_changes_anything(root: Root) -> None:
+def test_observers_are_told_of_each_subcall_and_neither_a_raising_nor_a_blocked_one_changes_anything(
+    root: Root,
+) -> None:
     root.scripted(final("done"))
     seen: list[tuple[Any, ...]] = []
     blocked = threading.Event()
@@ -260,7 +281,7 @@ def test_a_full_observer_queue_drops_and_counts(root: Root) -> None:
     root.scripted(final("done"), loop=True)
     observers = root.session.supervisor.observers
     gate = threading.Event()
-    observers.publish(lambda: gate.wait(20) and None)
+    observers.publish(lambda: assert_opens(gate))
     before = observers.dropped
     for _ in range(1500):
         observers.publish(lambda: None)
@@ -268,6 +289,10 @@ def test_a_full_observer_queue_drops_and_counts(root: Root) -> None:
     assert root.rlm_query("x") == "done"
     gate.set()
     assert observers.flush(10)
+
+
+def assert_opens(gate: threading.Event) -> None:
+    assert gate.wait(20)
 
 
 def test_the_user_is_told_when_most_children_have_been_started(own_root: Root) -> None:
