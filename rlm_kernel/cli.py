@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_demo(commands)
     _add_doctor(commands)
+    _add_runs(commands)
     return parser
 
 
@@ -93,6 +94,13 @@ def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="look for processes that outlived their kernel")
     parser.add_argument("--sweep", action="store_true", help="kill them, and confirm that they are gone")
     parser.set_defaults(command=_doctor)
+
+
+def _add_runs(commands: Commands) -> None:
+    # Its parser needs no more than argparse; what its actions do is imported with it, which is little.
+    from rlm_kernel.jupyter import runs_command
+
+    runs_command.add_arguments(commands.add_parser("runs", help="what is kept of earlier episodes"))
 
 
 def _add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:

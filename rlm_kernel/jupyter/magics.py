@@ -96,6 +96,9 @@ class RLMMagics(Magics):
             ("shared contexts", f"{len(session.held)} held, {session.held.total_bytes:,} bytes"),
             ("files", str(session.run_folder or "none yet")),
         ]
+        dropped = session.supervisor.observers.dropped
+        if dropped:
+            rows.append(("observers", f"{dropped} notifications were dropped: a callback is too slow, or blocked"))
         if session.cleanup_failure is not None:
             rows.append(("cleanup", str(session.cleanup_failure)))
         return Table("RLM session", ("", ""), tuple(rows))

@@ -108,7 +108,7 @@ def prune(root: Path, keep: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> list
     """
     removed = []
     total = 0
-    for position, folder in enumerate(sorted(_folders(root), key=lambda path: path.name, reverse=True)):
+    for position, folder in enumerate(sorted(episode_folders(root), key=lambda path: path.name, reverse=True)):
         total += sum(stat.st_size for stat in _file_stats(folder))
         if (position >= keep or total > max_total_bytes) and not _is_in_use(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,7 +116,7 @@ def prune(root: Path, keep: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> list
     return removed
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def episode_folders(root: Path) -> Iterator[Path]:
     """Yield what is an episode's folder: nothing else in the directory is ever touched."""
     with contextlib.suppress(OSError):
         for path in root.iterdir():
