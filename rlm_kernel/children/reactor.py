@@ -253,7 +253,7 @@ class Reactor:
                 pass
 
     def call_at(self, when: float, work: Callable[[], None]) -> Timer:
-        """Have ``work`` run at monotonic time ``when``. On the reactor's thread only; it cannot be taken back."""
+        """Have ``work`` run at monotonic time ``when``; `cancel_timer` takes it back. On the reactor's thread only."""
         return self._timers.add(when, work)
 
     def cancel_timer(self, timer: Timer | None) -> None:

@@ -14,7 +14,8 @@ from rlm_kernel.children import posix
 from rlm_kernel.children.sweep import kill_marked
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
-MARKER = "RLM_SWEEP_TEST=a1b2"
+TOKEN = f"a1b2-{os.getpid()}"  # not that of another run beside this one
+MARKER = f"RLM_SWEEP_TEST={TOKEN}"
 
 
 @pytest.fixture
@@ -32,13 +33,13 @@ def start(no_leftovers: None) -> Iterator[Start]:
         process.wait()
 
 
-def marked(value: str = "a1b2", **more: str) -> dict[str, str]:
+def marked(value: str = TOKEN, **more: str) -> dict[str, str]:
     return {"RLM_SWEEP_TEST": value, **more}
 
 
 def test_everything_with_the_marker_is_killed_and_confirmed_and_nothing_else(start: Start) -> None:
     ours = [start(env=marked()), start(env=marked(OTHER="x"), start_new_session=True)]
-    others = [start(env=marked("a1b2c3")), start(env={"X": MARKER}), start(env={})]
+    others = [start(env=marked(TOKEN + "c3")), start(env={"X": MARKER}), start(env={})]
     assert kill_marked(MARKER, time.monotonic() + 5) == ()
     assert [process.poll() is not None for process in ours] == [True, True]
     assert [process.poll() for process in others] == [None] * 3
