@@ -328,12 +328,6 @@ class Supervisor:
             return self._core.registry.total_usage()
 
     @property
-    def started_in_episode(self) -> int:
-        """How many children the episode has started."""
-        with self._core.lock:
-            return self._core.registry.started_in_episode
-
-    @property
     def live_ids(self) -> list[str]:
         """Ids of the children that have not ended."""
         with self._core.lock:

@@ -17,7 +17,6 @@ from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.errors import (
     ChildFailedError,
     ChildLimitError,
-    ManagedModeRequired,
     PayloadError,
     PeerFailed,
     UsageMistake,
@@ -379,11 +378,6 @@ class Helpers:
         port = self._env.children()
         episode_id = self._env.episode_id()
         return [ChildHandle(port, status, episode_id) for status in port.start(requests)]
-
-
-def no_children() -> ChildrenPort:
-    """Stand in for a port where there is no managed mode."""
-    raise ManagedModeRequired
 
 
 def _answer_or_error(status: ChildStatus) -> str:

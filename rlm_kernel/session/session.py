@@ -77,7 +77,6 @@ class RLMSession:
         self.episode_id = ""
         self.finalization = Finalization(lambda: self.namespace, lambda: HIDDEN_NAMES)
         self._shared: weakref.WeakSet[SharedContext] = weakref.WeakSet()
-        self._pickled: tuple[Any, bytes] | None = None
         self._models: ModelAccess | None = None
         self._models_for: Any = None
         self._spent = Usage()
@@ -267,10 +266,6 @@ class RLMSession:
         self.namespace.update(self.functions)
         self.namespace["answer"] = self.finalization.answer_dict
         self.namespace["context"] = ""
-
-    def restore_helpers(self) -> None:
-        """Put helpers back that code has rebound or deleted."""
-        self.namespace.update(self.functions)
 
     def _prepare_folder(self) -> None:
         """Make the episode's folder before its first run. Not called under anybody's lock."""
