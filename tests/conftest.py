@@ -38,6 +38,7 @@ def no_leftovers() -> Iterator[None]:
     pids, fds, threads = _all_pids(), set(_open_fds()), _our_threads()
     yield
     for thread in _our_threads() - threads:
+        thread._started.wait(_JOIN_S)  # type: ignore[attr-defined]  # one that is just being started cannot be joined yet
         thread.join(_JOIN_S)
     left = [f"thread {thread.name}" for thread in _our_threads() - threads]
     left += [f"process {pid}: {command}" for pid, command in _our_processes(pids).items()]

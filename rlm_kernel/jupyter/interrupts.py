@@ -69,15 +69,24 @@ class CellInterrupts:
     def _on_sigint(self, _signum: int, frame: FrameType | None) -> None:
         if not self._armed:
             return
-        now = time.monotonic()
-        if self._due:
-            self._due, self._echo_until = False, now + _ECHO_S
-        elif now < self._echo_until:
+        if not self._due and time.monotonic() < self._echo_until:
             return
         task = self._task
         if task is None or self._runs_cell_code(task, frame):
+            self._has_arrived()
             raise KeyboardInterrupt
-        task.get_loop().call_soon_threadsafe(task.cancel)
+        # It stays due until the loop gets to it: the cell may be about to go on, and into a busy loop, before that.
+        self._due = True
+        task.get_loop().call_soon_threadsafe(self._cancel, task)
+
+    def _has_arrived(self) -> None:
+        self._due, self._echo_until = False, time.monotonic() + _ECHO_S
+
+    def _cancel(self, task: asyncio.Future[Any]) -> None:
+        """Cancel the cell's task, once for each interrupt, however often the signal was repeated. Called by the loop."""
+        if self._due:
+            self._has_arrived()
+            task.cancel()
 
     def _runs_cell_code(self, task: asyncio.Future[Any], frame: FrameType | None) -> bool:
         """Say whether the cell's own code is what the main thread runs, so that an exception comes out in it."""

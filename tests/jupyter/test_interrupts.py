@@ -198,3 +198,31 @@ def test_an_interrupt_is_repeated_until_the_main_thread_has_noticed_it(interrupt
     with pytest.raises(KeyboardInterrupt):
         from_another_thread(interrupts.interrupt) and threading.Event().wait(10)
     assert len(sent) == 4
+
+
+def test_an_interrupt_of_an_awaiting_cell_is_not_lost_if_the_cell_goes_on_before_it_is_cancelled(interrupts) -> None:
+    """The signal comes while the cell's task is suspended, and the loop runs the task, into a busy loop, before the cancellation."""
+    cell_globals: dict[str, object] = {"interrupts": interrupts, "from_another_thread": from_another_thread}
+    code = "import asyncio\nasync def cell():\n    await asyncio.sleep(0)\n    while True:\n        pass\n"
+    exec(code, cell_globals)
+
+    async def main() -> str:
+        task = asyncio.ensure_future(cell_globals["cell"]())  # type: ignore[operator]
+        with interrupts.cancelling(task, cell_globals):
+            interrupts.arm()
+            await asyncio.sleep(0)  # the cell has begun, and is next in the loop's queue
+            from_another_thread(interrupts.interrupt)
+            try:
+                await task
+            except (KeyboardInterrupt, asyncio.CancelledError) as error:
+                return type(error).__name__
+        return "not interrupted"
+
+    outcome = ""
+    try:
+        outcome = asyncio.run(main())
+    except KeyboardInterrupt:
+        outcome = "KeyboardInterrupt"
+    finally:
+        interrupts.disarm()
+    assert outcome in ("KeyboardInterrupt", "CancelledError")
