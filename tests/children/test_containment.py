@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from rlm_kernel.children import posix
 from rlm_kernel.children.orphans import find_orphans, kill_orphans
 from rlm_kernel.children.records import ChildSpec
 from rlm_kernel.children.supervisor import Supervisor
-from rlm_kernel.children.worker import MARKER_VARIABLE
 from rlm_kernel.values import ChildState
 from tests.children.helpers import (
     BUDGET_SLACK_S,
@@ -31,6 +27,7 @@ from tests.children.helpers import (
     refs,
     spec,
 )
+from tests.support.strays import strays
 
 Make = Callable[..., Supervisor]
 
@@ -44,33 +41,10 @@ def breeder(reports: Reports, kinds: tuple[str, ...] = KINDS, then: str = "answe
 
 
 @pytest.fixture
-def stray() -> Iterator[Callable[..., int]]:
+def stray() -> Iterator[Callable[[str], int]]:
     """Start processes that nobody of ours is the parent of."""
-    pidfds: list[int] = []
-
-    def start(marker: str) -> int:
-        program = (
-            "import os, signal\n"
-            "for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)\n"
-            "if os.fork(): os._exit(0)\n"
-            "os.setsid()\n"
-            "print(os.getpid(), flush=True)\n"
-            "os.close(1)\n"
-            "while True: signal.pause()\n"
-        )
-        environ = {**os.environ, MARKER_VARIABLE: marker}
-        said = subprocess.run([sys.executable, "-S", "-c", program], env=environ, stdout=subprocess.PIPE, check=True)
-        pid = int(said.stdout)
-        pidfd = posix.open_pidfd(pid)
-        assert pidfd is not None
-        pidfds.append(pidfd)
-        return pid
-
-    yield start
-    for pidfd in pidfds:
-        posix.signal_pidfd(pidfd, signal.SIGKILL)
-        posix.pidfd_has_exited(pidfd, DEADLINE_S)
-        os.close(pidfd)
+    with strays() as start:
+        yield start
 
 
 # ------------------------------------------------------------------------------------------------- with its child

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +11,12 @@ from pathlib import Path
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from rlm_kernel.children import posix
 from rlm_kernel.children.orphans import Orphan
 from rlm_kernel.children.supervisor import Supervisor
-from rlm_kernel.children.worker import MARKER_VARIABLE
 from rlm_kernel.jupyter import doctor
 from tests.children.helpers import DEADLINE_S, QUICK, ROOT, Reports, Watched, limits, nursery_of, spec
 from tests.support.kernels import Kernel
+from tests.support.strays import strays
 
 Start = Callable[[str], int]
 
@@ -33,31 +30,8 @@ def event_loop() -> None:
 @pytest.fixture
 def stray(no_leftovers: None) -> Iterator[Start]:
     """Start a daemon with a nursery's marker and no nursery."""
-    started: list[tuple[int, int]] = []
-
-    def start(marker: str) -> int:
-        program = (
-            "import os, signal\n"
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-            "if os.fork(): os._exit(0)\n"
-            "os.setsid()\n"
-            "print(os.getpid(), flush=True)\n"
-            "os.close(1)\n"
-            "while True: signal.pause()\n"
-        )
-        environ = {**os.environ, MARKER_VARIABLE: marker}
-        said = subprocess.run([sys.executable, "-S", "-c", program], env=environ, stdout=subprocess.PIPE, check=True)
-        pid = int(said.stdout)
-        pidfd = posix.open_pidfd(pid)
-        assert pidfd is not None
-        started.append((pid, pidfd))
-        return pid
-
-    yield start
-    for _, pidfd in started:
-        posix.signal_pidfd(pidfd, signal.SIGKILL)
-        posix.pidfd_has_exited(pidfd, DEADLINE_S)
-        os.close(pidfd)
+    with strays() as start:
+        yield start
 
 
 @pytest.fixture
