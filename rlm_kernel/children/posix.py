@@ -1,9 +1,8 @@
 """Small wrappers over what the operating system offers for watching and containing processes.
 
 Each returns None or False where the platform lacks it, so that callers state their fallback. Nothing here signals a
-process by a
-pid that it does not know to be pinned: `signal_pidfd` takes a pidfd, and whoever calls ``os.kill`` with a pid must be
-its parent and not have reaped it.
+process by a pid that it does not know to be pinned: `signal_pidfd` takes a pidfd, and whoever calls ``os.kill`` with a
+pid must be its parent and not have reaped it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SYS_PIDFD_OPEN = 434
 _SYS_PIDFD_SEND_SIGNAL = 424
 """The same numbers on every Linux architecture (syscalls from 403 on are unified). Some Python builds lack ``os.pidfd_open``."""
+
+_EXEC_WAIT_S = 0.25
+"""How long to wait for the end of another process's exec: what one that does not get the processor on a busy machine may need."""
 
 IS_LINUX = sys.platform == "linux"
 
@@ -154,15 +157,20 @@ def thread_names() -> list[str]:
     return names
 
 
-def parent_and_state(pid: int) -> tuple[int, str] | None:
-    """Return the parent pid and the state letter of a process, None if it is gone."""
+def _stat_fields(pid: int) -> list[bytes] | None:
+    """Return the fields of `proc(5)`'s ``stat`` from the third (the state) on, None if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The command name may hold spaces and parentheses; the fields after the last one are regular.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return int(fields[1]), fields[0].decode()
+    return stat[stat.rindex(b")") + 2 :].split()
+
+
+def parent_and_state(pid: int) -> tuple[int, str] | None:
+    """Return the parent pid and the state letter of a process, None if it is gone."""
+    fields = _stat_fields(pid)
+    return None if fields is None else (int(fields[1]), fields[0].decode())
 
 
 def session_of(pid: int) -> int | None:
@@ -192,13 +200,37 @@ def children_of_this_process() -> list[int]:
     return [int(pid) for pid in listed.split()]
 
 
+def _is_in_exec(pid: int) -> bool:
+    """Tell whether a process has a new address space already, but no environment in it yet: fields 23 and 51 of ``stat``."""
+    fields = _stat_fields(pid)
+    return fields is not None and len(fields) > 48 and fields[20] != b"0" and fields[48] == b"0"
+
+
+def _settled_environ(pid: int) -> bytes:
+    """Read the environment that a process was exec'ed with, of one in the middle of an exec when that is over.
+
+    In there the file reads as empty, and who looks just then would take the process for a stranger. The kernel reports the
+    end of somebody else's exec to nobody, so this looks again; an exec takes microseconds once it has the processor.
+
+    Raises:
+        OSError: it is gone, or belongs to somebody else.
+    """
+    give_up_at = time.monotonic() + _EXEC_WAIT_S
+    while True:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        if environ or not _is_in_exec(pid) or time.monotonic() >= give_up_at:
+            # The exec may have ended between the two looks.
+            return environ or Path(f"/proc/{pid}/environ").read_bytes()
+        time.sleep(0.0005)
+
+
 def is_foreign(pid: int, entry: bytes) -> bool:
     """Tell whether a living process has this pid and was exec'ed without ``NAME=value`` in its environment.
 
     One that is just ending, or a zombie, shows no environment any more, or gives an error: it is not taken for foreign.
     """
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        environ = _settled_environ(pid)
     except PermissionError:
         seen = parent_and_state(pid)
         return seen is not None and seen[1] not in "ZX"
@@ -210,7 +242,7 @@ def is_foreign(pid: int, entry: bytes) -> bool:
 def environ_has(pid: int, entry: bytes) -> bool:
     """Tell whether the environment a process was exec'ed with holds ``NAME=value`` exactly. False if it cannot be read."""
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        environ = _settled_environ(pid)
     except OSError:
         return False
     return entry in environ.split(b"\0")
@@ -241,7 +273,7 @@ def private_bytes(pid: int) -> int | None:
 def environ_value(pid: int, name: str) -> str | None:
     """Return a variable of the environment that a process was exec'ed with, None if it has none or cannot be read."""
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        environ = _settled_environ(pid)
     except OSError:
         return None
     prefix = f"{name}=".encode()
