@@ -18,10 +18,13 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rlm_kernel.errors import ConfigurationError, ModelCallError, RLMError
 from rlm_kernel.values import Completion, Message
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _FIELD = "client_factory"
 _MODEL_NAMES = frozenset({"model", "model_name", "model_id", "llm", "llm_model"})
@@ -152,10 +155,7 @@ def build_client(factory: Callable[[], Any] | str) -> ModelClient:
 def complete_batch(
     client: ModelClient, prompts_messages: Sequence[list[Message]], model: str | None = None, max_workers: int = 8
 ) -> list[Completion | Exception]:
-    """Complete several chats at once.
-
-    Each call runs in a copy of the caller's context variables. An interrupt of the waiting caller comes through at
-    once: calls under way are abandoned (their threads are daemons), and no further call is started.
+    """Complete several chats at once; see `run_batch`.
 
     Args:
         client: used from several threads.
@@ -166,54 +166,69 @@ def complete_batch(
     Returns:
         For each chat, in order, its completion or the exception that its call raised.
     """
+    return run_batch(lambda messages: client.complete(messages, model), prompts_messages, max_workers)
+
+
+def run_batch(work: Callable[[T], R], items: Sequence[T], max_workers: int = 8) -> list[R | Exception]:
+    """Do something that blocks for several items at once.
+
+    Each call runs in a copy of the caller's context variables. An interrupt of the waiting caller comes through at
+    once: calls under way are abandoned (their threads are daemons), and no further call is started.
+
+    Args:
+        work: called with each item, from several threads.
+        items: what to do it for.
+        max_workers: how many calls run at the same time, at least 1.
+
+    Returns:
+        For each item, in order, the outcome or the exception that its call raised.
+    """
     if max_workers < 1:
         raise ValueError(f"max_workers={max_workers!r} must be at least 1")
     context = contextvars.copy_context()
 
-    def call(messages: list[Message]) -> Completion | BaseException:
+    def call(item: T) -> R | BaseException:
         try:
-            return context.copy().run(client.complete, messages, model)
+            return context.copy().run(work, item)
         except BaseException as exc:  # an unwound worker would leave its caller waiting for ever
             return exc
 
-    if min(max_workers, len(prompts_messages)) <= 1:
-        return [_raise_unless_ordinary(call(messages)) for messages in prompts_messages]
-    return _run_threads(call, prompts_messages, max_workers)
+    if min(max_workers, len(items)) <= 1:
+        return [_raise_unless_ordinary(call(item)) for item in items]
+    return _run_threads(call, items, max_workers)
 
 
-def _run_threads(
-    call: Callable[[list[Message]], Completion | BaseException], chats: Sequence[list[Message]], max_workers: int
-) -> list[Completion | Exception]:
+def _run_threads(call: Callable[[T], R | BaseException], items: Sequence[T], max_workers: int) -> list[R | Exception]:
     """Run the calls in daemon threads. `concurrent.futures` joins its own at exit, which a hanging call would block."""
-    pending = deque(enumerate(chats))
-    finished: queue.SimpleQueue[tuple[int, Completion | BaseException]] = queue.SimpleQueue()
+    pending = deque(enumerate(items))
+    finished: queue.SimpleQueue[tuple[int, R | BaseException]] = queue.SimpleQueue()
 
     def work() -> None:
         while True:
             try:
-                index, messages = pending.popleft()
+                index, item = pending.popleft()
             except IndexError:
                 return
-            finished.put((index, call(messages)))
+            finished.put((index, call(item)))
 
-    outcomes: dict[int, Completion | Exception] = {}
+    outcomes: dict[int, R | Exception] = {}
     try:
-        for number in range(min(max_workers, len(chats))):
+        for number in range(min(max_workers, len(items))):
             try:
-                threading.Thread(target=work, name=f"rlm-model-call-{number}", daemon=True).start()
+                threading.Thread(target=work, name=f"rlm-batch-{number}", daemon=True).start()
             except RuntimeError:  # no memory for one more thread: fewer do as well
                 if number == 0:
                     raise
                 break
-        while len(outcomes) < len(chats):
+        while len(outcomes) < len(items):
             index, outcome = finished.get()
             outcomes[index] = _raise_unless_ordinary(outcome)
     finally:
         pending.clear()
-    return [outcomes[index] for index in range(len(chats))]
+    return [outcomes[index] for index in range(len(items))]
 
 
-def _raise_unless_ordinary(outcome: Completion | BaseException) -> Completion | Exception:
+def _raise_unless_ordinary(outcome: R | BaseException) -> R | Exception:
     if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -21,7 +21,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlm_kernel.clients.base import ModelClient
-from rlm_kernel.clients.replies import Endpoint, explain_failure, origin_of, read_completion, read_model_ids
+from rlm_kernel.clients.replies import (
+    Endpoint,
+    explain_failure,
+    origin_of,
+    read_completion,
+    read_model_ids,
+    read_stream,
+)
 from rlm_kernel.errors import ConfigurationError, ForkedProcessError, ModelCallError
 from rlm_kernel.values import Completion, Message
 
@@ -73,6 +80,9 @@ class OpenAICompatibleClient(ModelClient):
         http_client: an own ``httpx2.Client``; it is used in this process only, and never closed here.
         key_variable: which environment variable holds the key; error messages name it.
         wire_name: turns the name that a call gives into the one that is sent.
+        stream: whether the server is to send its reply piece by piece. The whole of it is returned all the same; but a
+            server that notices only while it sends that nobody listens any more, such as llama.cpp, then stops the
+            generation of a call that was given up.
 
     Raises:
         ConfigurationError: a value cannot be right.
@@ -91,6 +101,7 @@ class OpenAICompatibleClient(ModelClient):
         *,
         key_variable: str = "OPENAI_API_KEY",
         wire_name: Callable[[str], str] | None = None,
+        stream: bool = False,
     ) -> None:
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
             raise ConfigurationError("max_retries", max_retries, "must be a whole number of at least 0")
@@ -110,6 +121,7 @@ class OpenAICompatibleClient(ModelClient):
         self._extra_body = dict(extra_body or {})
         self._http_client = http_client
         self._wire_name = wire_name
+        self._stream = stream
         self._endpoint = Endpoint(
             url=origin_of(self.base_url),
             key_variable=key_variable,
@@ -130,7 +142,10 @@ class OpenAICompatibleClient(ModelClient):
         if self._wire_name is not None:
             name = self._wire_name(name)
         body = {"model": name, "messages": messages, **self._extra_body}
-        return read_completion(self._send("post", "/chat/completions", name, body=body), self._endpoint, name)
+        if self._stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        read = read_stream if self._stream else read_completion
+        return read(self._send("post", "/chat/completions", name, body=body), self._endpoint, name)
 
     def models(self) -> list[str]:
         """Return the ids of the models that the server offers.

@@ -141,6 +141,50 @@ def read_completion(raw: bytes | str, endpoint: Endpoint, model: str | None) -> 
     )
 
 
+def read_stream(raw: bytes | str, endpoint: Endpoint, model: str | None) -> Completion:
+    """Read the body of a chat completion that was asked for with ``"stream": true``: server-sent events, one per piece.
+
+    A server that does not stream answers with an ordinary body, which is read as one.
+
+    Raises:
+        ModelCallError: the body is neither, an event reports an error, or the end is missing.
+    """
+    text = raw if isinstance(raw, str) else raw.decode("utf-8", "replace")
+    if not text.lstrip().startswith(("data:", "event:", "id:", "retry:", ":")):
+        return read_completion(raw, endpoint, model)
+    pieces: list[str] = []
+    counts: Mapping[str, Any] = {}
+    ended = False
+    for line in re.split(
+        r"\r\n|\n|\r", text
+    ):  # and not at the other line ends of Unicode, which stand in texts as they are
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if not data:
+            continue
+        if data == "[DONE]":
+            ended = True
+            break
+        event = _read_json(data, endpoint, model)
+        if event.get("error"):
+            raise _error(endpoint, model, EXPLANATIONS["APIError"], quote=_words_in(event))
+        usage = event.get("usage")
+        counts = usage if isinstance(usage, dict) else counts
+        choices = event.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if isinstance(first, dict):
+            delta = first.get("delta")
+            pieces.append(_text_of(delta) if isinstance(delta, dict) else "")
+            ended = ended or bool(first.get("finish_reason"))
+    if not ended:
+        raise _error(
+            endpoint, model, EXPLANATIONS["APIResponseValidationError"], quote="the stream of the reply broke off"
+        )
+    return Completion(
+        text="".join(pieces),
+        usage=Usage(1, _count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens"))),
+    )
+
+
 def read_model_ids(raw: bytes | str, endpoint: Endpoint) -> list[str]:
     """Read the body of a successful list of models.
 

@@ -27,6 +27,7 @@ class Provider:
         needs_key: whether it is no use without a key.
         aggregator: whether its model names are themselves of the form ``vendor/model``.
         exact_url: take an overriding URL as it is, without completing scheme and path.
+        stream: ask for replies piece by piece (see `OpenAICompatibleClient`).
     """
 
     base_url: str
@@ -35,11 +36,12 @@ class Provider:
     needs_key: bool = True
     aggregator: bool = False
     exact_url: bool = False
+    stream: bool = False
 
 
-def _local(port: int, name: str, url_variable: str | None = None) -> Provider:
+def _local(port: int, name: str, url_variable: str | None = None, *, stream: bool = False) -> Provider:
     url = f"http://localhost:{port}/v1"
-    return Provider(url, url_variable or f"{name}_BASE_URL", (f"{name}_API_KEY",), needs_key=False)
+    return Provider(url, url_variable or f"{name}_BASE_URL", (f"{name}_API_KEY",), needs_key=False, stream=stream)
 
 
 def _hosted(base_url: str, name: str, *other_keys: str, aggregator: bool = False) -> Provider:
@@ -50,7 +52,7 @@ PROVIDERS: Mapping[str, Provider] = {
     "openai": Provider("https://api.openai.com/v1", "OPENAI_BASE_URL", ("OPENAI_API_KEY",), exact_url=True),
     "vllm": _local(8000, "VLLM"),
     "sglang": _local(30000, "SGLANG"),
-    "llamacpp": _local(8080, "LLAMACPP"),
+    "llamacpp": _local(8080, "LLAMACPP", stream=True),
     "lmstudio": _local(1234, "LMSTUDIO"),
     "ollama": _local(11434, "OLLAMA", "OLLAMA_HOST"),
     "openrouter": _hosted("https://openrouter.ai/api/v1", "OPENROUTER", aggregator=True),
@@ -200,6 +202,7 @@ def _openai_compatible(spec: ModelSpec) -> ModelClient:
         default_model=spec.model,
         key_variable=key_variable,
         wire_name=rename,
+        stream=provider.stream,
     )
 
 

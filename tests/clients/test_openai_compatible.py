@@ -22,6 +22,7 @@ from rlm_kernel.clients import openai_compatible
 from rlm_kernel.clients.base import as_client, complete_batch
 from rlm_kernel.clients.openai_compatible import OpenAICompatibleClient, prewarm
 from rlm_kernel.clients.replies import origin_of
+from rlm_kernel.clients.specs import SpecFactory
 from rlm_kernel.errors import ConfigurationError, ModelCallError
 from rlm_kernel.values import Completion, Message, Usage
 from tests.support.model_server import ModelServer, Reply
@@ -416,3 +417,25 @@ def test_importing_the_module_does_not_import_openai() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_streaming_client_gives_the_whole_text_and_the_usage(server) -> None:
+    client = OpenAICompatibleClient(server.base_url, server.api_key, "test-model", stream=True)
+    try:
+        assert client.complete(user("[[reply: ×2 of it]] [[usage 5 7]]")) == Completion("×2 of it", Usage(1, 5, 7))
+        assert server.requests[-1].body["stream_options"] == {"include_usage": True}
+        with pytest.raises(ModelCallError, match="401"):
+            client.complete(user("[[status 401]]"))
+        with pytest.raises(ModelCallError):
+            client.complete(user("[[truncate]] [[reply: never a half answer]]"))
+    finally:
+        client.close()
+
+
+def test_a_llamacpp_spec_streams(server, monkeypatch) -> None:
+    monkeypatch.setenv("LLAMACPP_BASE_URL", server.base_url)
+    client = SpecFactory("llamacpp/test-model")()
+    assert isinstance(client, OpenAICompatibleClient)
+    assert client.complete(user("[[reply: yes]]")).text == "yes"
+    assert server.requests[-1].body["stream"] is True
+    client.close()

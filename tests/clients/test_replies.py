@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import openai._exceptions
 import pytest
 
-from rlm_kernel.clients.replies import EXPLANATIONS, Endpoint, explain_failure, origin_of, read_completion
+from rlm_kernel.clients.replies import EXPLANATIONS, Endpoint, explain_failure, origin_of, read_completion, read_stream
 from rlm_kernel.errors import ModelCallError
 from rlm_kernel.values import Completion, Usage
 
@@ -31,6 +33,49 @@ def test_the_text_is_found_wherever_servers_put_it(message, text) -> None:
 def test_what_is_no_chat_completion_is_a_failed_call(raw) -> None:
     with pytest.raises(ModelCallError, match="malformed reply"):
         read_completion(raw, Endpoint("http://h"), "m")
+
+
+def event(content: str = "", end: str | None = None, **more: object) -> str:
+    choice = {"index": 0, "delta": {"content": content}, "finish_reason": end}
+    return f"data: {json.dumps({'choices': [choice], **more}, ensure_ascii=False)}"
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+LAST = f'data: {{"choices": [], "usage": {json.dumps(USAGE)}}}'
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [event("a\u2028"), "", event("b"), "", event(end="stop"), "", LAST, "", "data: [DONE]", "", ""],
+        [": a comment", event("a\u2028b", end="stop", usage=USAGE)],
+        ["event: message", event("a\u2028"), event("b", usage=USAGE), "id: 7", "data:[DONE]"],
+    ],
+)
+def test_a_streamed_reply_is_put_together(lines, newline) -> None:
+    raw = newline.join(lines).encode()
+    assert read_stream(raw, Endpoint("http://h"), "m") == Completion("a\u2028b", Usage(1, 3, 2))
+
+
+def test_a_server_that_does_not_stream_is_read_all_the_same() -> None:
+    raw = '{"choices": [{"message": {"content": "a"}}]}'
+    assert read_stream(raw, Endpoint("http://h"), "m").text == "a"
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (event("half of it"), "broke off"),
+        (f'{event("half")}\n\ndata: {{"choi', "not a JSON object"),
+        (f'{event("half")}\n\ndata: {{"error": {{"message": "the slot was taken away"}}}}', "the slot was taken away"),
+        ("", "empty body"),
+        ("<html>", "not a JSON object"),
+    ],
+)
+def test_a_stream_without_its_end_is_no_answer(raw, reason) -> None:
+    with pytest.raises(ModelCallError, match=reason):
+        read_stream(raw, Endpoint("http://h"), "m")
 
 
 def test_an_error_reported_with_status_200_is_a_failed_call_with_its_words() -> None:

@@ -286,6 +286,20 @@ def _apply(answer: Reply, name: str, words: list[str]) -> Reply:
     return replace(answer, fault=name)
 
 
+def _as_events(payload: Mapping[str, Any]) -> bytes:
+    """Cut a chat completion into server-sent events: two pieces of text, the end, the usage."""
+    text = "".join(choice["message"]["content"] or "" for choice in payload["choices"])
+    half = len(text) // 2
+    deltas = [({"role": "assistant", "content": text[:half]}, None), ({"content": text[half:]}, None), ({}, "stop")]
+    common = {**payload, "object": "chat.completion.chunk"}
+    usage = common.pop("usage", None)
+    events = [
+        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]} for delta, reason in deltas
+    ]
+    events.append({**common, "choices": [], "usage": usage})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode() + b"data: [DONE]\n\n"
+
+
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else json.dumps(content)
@@ -357,13 +371,15 @@ class _Handler(BaseHTTPRequestHandler):
             answer = owner.answer(request) if known else Reply(status=404)
             sent = owner.hold(answer, self.connection)
             if sent:
-                self._send(owner.payload(request, answer), answer)
+                self._send(owner.payload(request, answer), answer, streamed=bool(body.get("stream")))
         finally:
             owner.end(request, abandoned=not sent)
             self.close_connection = self.close_connection or not sent
 
-    def _send(self, payload: dict[str, Any], answer: Reply) -> None:
+    def _send(self, payload: dict[str, Any], answer: Reply, *, streamed: bool) -> None:
         raw, kind = json.dumps(payload).encode(), "application/json"
+        if streamed and answer.status == 200 and "choices" in payload:
+            raw, kind = _as_events(payload), "text/event-stream"
         if answer.fault == "garbage":
             raw, kind = b"<!doctype html><html><title>Welcome</title><body>It works!</body></html>", "text/html"
         elif answer.fault == "bad-json":
