@@ -36,7 +36,7 @@ class Arrivals:
             if self._core.on_warning is not None:
                 self._core.observers.publish(functools.partial(self._core.on_warning, warning))
 
-    def on_started(self, child_id: str, pid: int, pidfd: int | None) -> None:
+    def on_started(self, child_id: str, pid: int, pidfd: int | None, at: float) -> None:
         kept = False
 
         def change(record: ChildRecord) -> None:
@@ -44,8 +44,8 @@ class Arrivals:
             if not record.exit_seen:
                 record.pidfd, kept = pidfd, True
             record.pid = pid
-            record.started_wall = time.time()
-            record.started_mono = record.active_mono = time.monotonic()
+            record.started_wall = time.time() - (time.monotonic() - at)
+            record.started_mono = record.active_mono = at
             self._core.registry.apply(record, Event.STARTED)
             waiting.extend(record.undelivered)
             record.undelivered.clear()

@@ -29,8 +29,8 @@ from typing import Any
 
 from rlm_kernel.children import posix
 
-HELD_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Blocked across a fork."""
+HELD_SIGNALS = frozenset(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Blocked across a fork. By name, so that the module can be imported on Windows, which has no SIGHUP."""
 
 EXIT_BROKEN = 70
 """Exit code of a child whose own machinery broke (EX_SOFTWARE in sysexits.h)."""

@@ -238,10 +238,11 @@ class Nursery:
             return
         finally:
             close_fds(fds)
-        child = _Child(spawn.id, pid, spawn.graces, time.monotonic() + spawn.timeout_s, spawn.memory_limit_bytes)
+        now = time.monotonic()
+        child = _Child(spawn.id, pid, spawn.graces, now + spawn.timeout_s, spawn.memory_limit_bytes)
         self._children[spawn.id] = self._by_pid[pid] = child
         pidfd = posix.open_pidfd(pid)
-        self._tell(m.Started(spawn.id, pid), () if pidfd is None else (pidfd,))
+        self._tell(m.Started(spawn.id, pid, now), () if pidfd is None else (pidfd,))
 
     def _hold(self, hold: m.Hold, fds: tuple[int, ...]) -> None:
         data = read_anonymous(fds[0])

@@ -8,6 +8,7 @@ raises is logged, and changes nothing else.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -95,6 +96,19 @@ class ObserverThread:
 
 
 def hide_from_debugger(thread: threading.Thread) -> None:
-    """Mark a thread of ours so that a breakpoint does not suspend it (the attributes that pydevd looks for)."""
+    """Mark a thread of ours, before it is started, so that a breakpoint does not suspend it.
+
+    The attributes are what pydevd looks for. Now and then it takes a thread that just starts for somebody else's, and
+    then does not find them; so the thread itself says it once more.
+    """
     thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
     thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+    run = thread.run
+
+    def run_unseen() -> None:
+        monitoring = sys.modules.get("_pydevd_sys_monitoring.pydevd_sys_monitoring")
+        if monitoring is not None:
+            monitoring.stop_monitoring(all_threads=False)
+        run()
+
+    thread.run = run_unseen  # type: ignore[method-assign]

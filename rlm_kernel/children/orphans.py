@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +31,12 @@ class Orphan:
     command: str
 
 
-def find_orphans() -> list[Orphan]:
-    """Return the marked processes that no living nursery answers for. Empty where there is no ``/proc``."""
+def find_orphans(ending: Collection[int] = ()) -> list[Orphan]:
+    """Return the marked processes that no living nursery answers for. Empty where there is no ``/proc``.
+
+    Args:
+        ending: pids of kernels whose nurseries count as gone already.
+    """
     marked: dict[int, str] = {}
     living: set[str] = set()
     for pid in posix.all_pids():
@@ -39,7 +44,7 @@ def find_orphans() -> list[Orphan]:
         if value is None or pid == os.getpid():
             continue
         marked[pid] = value
-        if _is_living_nursery(pid):
+        if _is_living_nursery(pid, ending):
             living.add(value)
     own = os.environ.get(MARKER_VARIABLE)
     return [
@@ -55,15 +60,19 @@ def kill_orphans(timeout_s: float) -> tuple[list[Orphan], tuple[int, ...]]:
     Returns:
         what was found, and the pids that could not be confirmed gone within ``timeout_s`` seconds.
     """
-    orphans = find_orphans()
     give_up_at = time.monotonic() + timeout_s
+    orphans = find_orphans()
+    if orphans:
+        # The list of processes is not of one moment: a nursery may have come after its place in it was read, and its child before.
+        again = {orphan.marker for orphan in find_orphans()}
+        orphans = [orphan for orphan in orphans if orphan.marker in again]
     survivors: tuple[int, ...] = ()
     for marker in sorted({orphan.marker for orphan in orphans}):
         survivors += sweep.kill_marked(f"{MARKER_VARIABLE}={marker}", give_up_at)
     return orphans, survivors
 
 
-def _is_living_nursery(pid: int) -> bool:
+def _is_living_nursery(pid: int, ending: Collection[int]) -> bool:
     arguments = _arguments(pid)
     if len(arguments) < 2 or _NURSERY_MODULE not in arguments[-2]:
         return False
@@ -72,7 +81,7 @@ def _is_living_nursery(pid: int) -> bool:
     except (ValueError, KeyError, TypeError):
         return False
     seen = posix.parent_and_state(pid)
-    return seen is not None and seen[0] == kernel_pid
+    return seen is not None and seen[0] == kernel_pid and kernel_pid not in ending
 
 
 def _arguments(pid: int) -> list[bytes]:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from rlm_kernel.errors import ManagedModeRequired
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SYS_PIDFD_OPEN = 434
@@ -28,6 +30,22 @@ _EXEC_WAIT_S = 0.25
 """How long to wait for the end of another process's exec: what one that does not get the processor on a busy machine may need."""
 
 IS_LINUX = sys.platform == "linux"
+
+CAN_FORK = hasattr(os, "fork")
+"""Whether children can exist at all: not on Windows."""
+
+
+def require_fork() -> None:
+    """Raise where there can be no children.
+
+    Raises:
+        ManagedModeRequired: the platform cannot fork; the message says what works there.
+    """
+    if not CAN_FORK:
+        raise ManagedModeRequired(
+            f"children are forked processes, which need a POSIX system; this one is {sys.platform!r}. Use Linux, macOS, or the "
+            "Windows Subsystem for Linux. `llm_query(...)` and a blocking `rlm_query(...)`, which is one model call here, work."
+        )
 
 
 @cache

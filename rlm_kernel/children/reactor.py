@@ -75,7 +75,7 @@ class Owner(Protocol):
     """What the reactor tells. All of it is called on the reactor's thread."""
 
     def on_nursery_ready(self, warnings: tuple[str, ...]) -> None: ...
-    def on_started(self, child_id: str, pid: int, pidfd: int | None) -> None: ...
+    def on_started(self, child_id: str, pid: int, pidfd: int | None, at: float) -> None: ...
     def on_spawn_failed(self, child_id: str, error: str) -> None: ...
     def on_never_started(self, child_id: str, error: str) -> None: ...
     def on_timed_out(self, child_id: str) -> None: ...
@@ -302,7 +302,7 @@ class Reactor:
                     self.launch(self._deferred.pop(0))
             case m.Started():
                 nursery.active_at = time.monotonic()
-                self._owner.on_started(message.id, message.pid, fds[0] if fds else None)
+                self._owner.on_started(message.id, message.pid, fds[0] if fds else None, message.at)
                 self._listen_to(message.id, nursery)
                 return
             case m.SpawnFailed():
@@ -591,11 +591,14 @@ class Reactor:
         for tell in untold:
             with _logged("telling an end for the second time"):
                 tell()
-        for child_id, port in list(self._ports.items()):
-            # Each by itself: whatever is wrong with one must not leave the others running for ever.
+        # Each by itself: whatever is wrong with one must not leave the others running for ever. All have failed before any has ended,
+        # the youngest first: the end of a parent would cancel its children.
+        for child_id in reversed(list(self._ports)):
             with _logged(f"reading the last messages of {child_id}"):
                 self._read_channel(child_id)
                 self._read_log(child_id)
+                self._owner.on_broken(child_id, error)
+        for child_id, port in list(self._ports.items()):
             with _logged(f"telling the end of {child_id}"):
                 self._release(child_id)
                 if nursery_gone and self._is_confirmed_gone(port.record, survivors, give_up_at):

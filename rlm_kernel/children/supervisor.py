@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from rlm_kernel.children import posix
 from rlm_kernel.children.arrivals import Arrivals
 from rlm_kernel.children.callgate import Permission
 from rlm_kernel.children.core import ChildListener, Core, Ref
@@ -135,6 +136,13 @@ class Supervisor:
             warm_up=s.warm_up, preload=s.preload, keep_secrets=s.keep_secrets, log_path=s.log_path
         )
 
+    def call_on_stir(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called whenever something may have happened to a child: at once, on whatever thread it happens.
+
+        Unlike ``on_change`` it is not delayed by observers that block, so it must do no more than wake somebody.
+        """
+        self._core.on_stir = callback
+
     # -- admission
 
     def admit_children(self, admit: bool) -> None:
@@ -154,9 +162,11 @@ class Supervisor:
             EpisodeClosing: a stop is under way.
             NurseryError: there is no supervisor thread to be had.
             ForkedProcessError: this process was forked by user code.
+            ManagedModeRequired: this platform cannot fork.
         """
         try:
             self._core.check_process()
+            posix.require_fork()
             with self._core.lock:
                 if not self._admitting:
                     raise EpisodeClosing("a stop is under way; start children again when it is done")
@@ -264,7 +274,7 @@ class Supervisor:
             KeyboardInterrupt: the wait was interrupted.
         """
         if threading.current_thread() is threading.main_thread():
-            return work()
+            return _without_foreign_frames(work)
         outcome: Future[T] = Future()
         over = threading.Lock()
         over.acquire()
@@ -481,3 +491,14 @@ class Supervisor:
         gone = self._core.reactor.close(_CLOSE_S)
         self._core.observers.close()
         return gone
+
+
+def _without_foreign_frames(work: Callable[[], T]) -> T:
+    """Let an interrupt come out as if it had hit this line: where in a client's libraries it was tells nobody anything, and
+    IPython takes seconds of processor time to show it, in which nothing is acknowledged."""
+    try:
+        return work()
+    except KeyboardInterrupt as error:
+        interrupt = error.with_traceback(None)
+    interrupt.__context__ = None
+    raise interrupt

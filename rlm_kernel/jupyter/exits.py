@@ -2,29 +2,35 @@
 
 Who runs it: the signal handlers do nothing; the interpreter's C-level handler writes the signal's number to a socket
 (``signal.set_wakeup_fd``), whose other end the thread "rlm-signals" reads. So a termination is noticed while the main
-thread is blocked in anything that releases the GIL, and also in a Python loop. That thread runs the verb and then asks
-the main loop to stop.
+thread is blocked in anything that releases the GIL, and also in a Python loop. That thread runs the verb and then
+asks the main loop to stop.
 
-How each step can fail: code of the user's replaces the wake-up fd (the Python-level handler, which then runs when the
-main thread gets to it, writes to the same socket); a process that code of the user's forked gets a
-signal (it has given the socket up, so it does not tell us about it); the main thread does not unwind in time (`os._exit` by
-`leave_soon`); code that holds the GIL (nothing here runs; whoever sent the signal will kill the process, and the
-nursery cleans up).
+`EndSignals.uninstall` puts back what was there, as far as nobody has replaced it in the meantime.
+
+How each step can fail: code of the user's, or a prompt's event loop, replaces the wake-up fd (`refresh` takes it
+back; until then the Python-level handler, which then runs when the main thread gets to it, writes to the same
+socket); a process that code of the user's forked gets a signal (it has given the socket up, so it does not tell us
+about it); the main thread does not unwind in time (`os._exit` by `leave_soon`); code that holds the GIL (nothing here
+runs; whoever sent the signal will kill the process, and the nursery cleans up).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from rlm_kernel.children.observers import hide_from_debugger
 
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""By name: Windows has no SIGHUP."""
 
 UNWIND_S = 1.0
 """Seconds that the main thread is given to leave its cell and its loop before the process is ended under it."""
@@ -43,31 +49,62 @@ class EndSignals:
         self._writer.setblocking(False)
         self._pid = os.getpid()
         self._held = threading.local()
+        self._thread = threading.Thread(target=self._watch, name="rlm-signals", daemon=True)
+        self._installed = False
+        self._previous_fd = -1
+        self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
         """Take the signals over. On the main thread."""
-        thread = threading.Thread(target=self._watch, name="rlm-signals", daemon=True)
-        hide_from_debugger(thread)
-        thread.start()
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        hide_from_debugger(self._thread)
+        self._thread.start()
+        self._installed = True
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for signum in END_SIGNALS:
-            signal.signal(signum, self._handle)
-        os.register_at_fork(
-            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
-        )
+            self._previous[signum] = signal.signal(signum, self._handle)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork_in_child
+            )
+
+    def refresh(self) -> None:
+        """Take the wake-up descriptor back, in case that somebody has replaced it. On the main thread."""
+        if self._installed:
+            signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+
+    def uninstall(self) -> None:
+        """Put back the handlers and the wake-up descriptor of before, and end the thread. On the main thread.
+
+        The hooks around forks cannot be taken back; they do nothing from now on.
+        """
+        if not self._installed:
+            return
+        self._installed = False
+        for signum, previous in self._previous.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, previous)
+        current = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._previous_fd if current == self._writer.fileno() else current)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
 
     def _before_fork(self) -> None:
-        self._held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        if self._installed:
+            self._held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
 
     def _after_fork(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.mask)
+        mask = self._held.__dict__.pop("mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _after_fork_in_child(self) -> None:
         """Give the wake-up socket up: a signal to the copy would be read by the kernel as one of its own."""
-        with contextlib.suppress(ValueError):  # forked from another thread of an interpreter that minds it
-            signal.set_wakeup_fd(-1)
-        self._reader.close()
-        self._writer.close()
+        if self._installed:
+            with contextlib.suppress(ValueError):  # forked from another thread of an interpreter that minds it
+                signal.set_wakeup_fd(-1)
+            self._reader.close()
+            self._writer.close()
         self._after_fork()
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
@@ -85,6 +122,20 @@ class EndSignals:
             if ending is not None:
                 self._on_signal(ending)
                 return
+
+
+def flush_output() -> None:
+    """Flush what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def end_process(code: int) -> None:
+    """End the process with an exit code, from an exit hook: Python itself gives no way to change it there."""
+    flush_output()
+    logging.shutdown()
+    os._exit(code)
 
 
 class LastResort:

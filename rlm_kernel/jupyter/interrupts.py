@@ -1,6 +1,6 @@
 """Interrupt the cell that runs on the main thread, that cell only, and promptly.
 
-Who runs it: `expect`, `arm`, `disarm`, `cancelling` and the signal handler run on the main thread; `interrupt` on any other.
+Who runs it: `expect`, `arm`, `disarm`, `cancelling`, `otherwise` and the signal handler run on the main thread; `interrupt` on any other.
 
 How it works. One SIGINT handler stands for the life of the kernel. It acts only while it is *armed*, so an interrupt that comes a moment
 after the end of a cell hits neither the machinery that sends the reply nor the next cell. `interrupt` sends the signal under a lock and
@@ -23,6 +23,7 @@ replaces the handler (`arm` puts it back, so only its own cell is affected).
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import itertools
@@ -35,6 +36,7 @@ from types import FrameType
 from typing import Any
 
 from rlm_kernel.children.observers import hide_from_debugger
+from rlm_kernel.jupyter.debugging import let_go, trace_again
 
 _NUDGES_S = (0.005, 0.02, 0.05, *itertools.repeat(0.2, 20))
 """Seconds between the repetitions. Code that has not noticed an interrupt after all of them is in no system call."""
@@ -61,25 +63,38 @@ class CellInterrupts:
         self._echo_until = 0.0
         self._task: asyncio.Future[Any] | None = None
         self._cell_globals: object = None
+        self._otherwise: Callable[[], object] | None = None
+        self.was_hit = False
+        self._was_stopped = False  # by the debugger, when it was hit last
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether an interrupt would be raised now."""
+        return self._armed
 
     def install(self) -> None:
         """Install the SIGINT handler. On the main thread."""
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def _on_sigint(self, _signum: int, frame: FrameType | None) -> None:
-        if not self._armed:
-            return
         if not self._due and time.monotonic() < self._echo_until:
             return
+        if not self._armed:
+            if self._otherwise is not None:
+                self._otherwise()
+            return
+        interrupt = let_go(frame)
+        self._was_stopped = hasattr(interrupt, "_render_traceback_")
         task = self._task
         if task is None or self._runs_cell_code(task, frame):
             self._has_arrived()
-            raise KeyboardInterrupt
+            raise interrupt
         # It stays due until the loop gets to it: the cell may be about to go on, and into a busy loop, before that.
         self._due = True
         task.get_loop().call_soon_threadsafe(self._cancel, task)
 
     def _has_arrived(self) -> None:
+        self.was_hit = True
         self._due, self._echo_until = False, time.monotonic() + _ECHO_S
 
     def _cancel(self, task: asyncio.Future[Any]) -> None:
@@ -112,6 +127,19 @@ class CellInterrupts:
         finally:
             self._task = None
 
+    @contextlib.contextmanager
+    def otherwise(self, call: Callable[[], object]) -> Iterator[None]:
+        """Have SIGINT call something for the length of the block, where it would hit nothing.
+
+        Args:
+            call: called by the signal handler: on the main thread, in the middle of anything, so it may take no lock.
+        """
+        self._otherwise = call
+        try:
+            yield
+        finally:
+            self._otherwise = None
+
     def expect(self) -> None:
         """A cell is being taken up; its code does not run yet."""
         with self._lock:
@@ -124,9 +152,13 @@ class CellInterrupts:
             KeyboardInterrupt: an interrupt came while the cell was expected.
         """
         signal.signal(signal.SIGINT, self._on_sigint)
+        self.was_hit = False
+        if self._was_stopped:
+            self._was_stopped = False
+            trace_again()
         with self._lock:
             if self._pending:
-                self._pending = False
+                self._pending, self.was_hit = False, True
                 raise KeyboardInterrupt
             self._running = self._armed = True
 
@@ -147,7 +179,7 @@ class CellInterrupts:
                 self._pending = self._expected
                 return self._expected
             self._due = True
-            if os.getpgrp() == os.getpid():
+            if hasattr(os, "getpgrp") and os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGINT)
             self._signal_main_thread()
         self._wake_loop()
@@ -158,7 +190,7 @@ class CellInterrupts:
 
     @staticmethod
     def _signal_main_thread() -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal_main_thread()
 
     def _nudge(self) -> None:
         """Repeat the signal until the main thread's handler has run."""
@@ -168,3 +200,11 @@ class CellInterrupts:
                 if not (self._running and self._due):
                     return
                 self._signal_main_thread()
+
+
+def signal_main_thread() -> None:
+    """Send SIGINT to the main thread, whichever thread the kernel would choose."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:  # Windows
+        _thread.interrupt_main()

@@ -60,10 +60,15 @@ class NurseryReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The child's process exists. Descriptor: its pidfd, where the platform has them."""
+    """The child's process exists. Descriptor: its pidfd, where the platform has them.
+
+    Attributes:
+        at: ``time.monotonic()`` from which its timeout counts; the clock is the same in all processes.
+    """
 
     id: str
     pid: int
+    at: float
 
 
 class SpawnFailed(msgspec.Struct, tag=True, frozen=True):

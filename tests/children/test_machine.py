@@ -29,5 +29,5 @@ EXAMPLES_VARIABLE = "RLM_TEST_MACHINE_EXAMPLES"
 def test_whatever_is_done_in_whatever_order_the_registry_and_the_processes_agree() -> None:
     asked = os.environ.get(EXAMPLES_VARIABLE)
     with Arena() as arena:
-        run_machine(arena, examples=int(asked or 12), steady=asked is None)
+        run_machine(arena, examples=int(asked or 8), steady=asked is None)
         assert arena.steps > arena.examples, "the machine took no steps"

@@ -25,11 +25,11 @@ Make = Callable[..., Supervisor]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not posix.IS_LINUX, reason="compares with /proc")
-def test_after_a_few_hundred_children_killed_at_random_everything_is_where_it_was(tmp_path: Path) -> None:
+def test_after_more_than_a_hundred_children_killed_at_random_everything_is_where_it_was(tmp_path: Path) -> None:
     with Soak(4, tmp_path, reset_every=50) as soak:
-        soak.run(lambda: soak.figures.children + soak.in_episode >= 200)
-    assert soak.figures.states[ChildState.COMPLETED] > 50
-    assert soak.figures.deeds["cancel"] > 5
+        soak.run(lambda: soak.figures.children + soak.in_episode >= 120)
+    assert soak.figures.states[ChildState.COMPLETED] > 30
+    assert soak.figures.deeds["cancel"] > 3
 
 
 @pytest.mark.slow

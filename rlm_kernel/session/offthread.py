@@ -1,4 +1,4 @@
-"""Run a blocking lifecycle verb on a thread of its own, so that neither the main thread nor the control channel waits in it."""
+"""Run a blocking lifecycle verb on a thread of its own, so that neither the main thread nor a control channel waits in it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ T = TypeVar("T")
 
 
 def run_off_thread(verb: Callable[[], T]) -> Future[T]:
-    """Start ``verb`` on a daemon thread.
+    """Start ``verb`` on a daemon thread. If no thread can be started, it runs here, since a stop must not be lost.
 
     Returns:
         a future for its outcome, exceptions included.
-
-    Raises:
-        RuntimeError: no thread can be started; the verb has not begun.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -34,7 +31,10 @@ def run_off_thread(verb: Callable[[], T]) -> Future[T]:
 
     thread = threading.Thread(target=run, name="rlm-lifecycle", daemon=True)
     hide_from_debugger(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, or the interpreter is ending
+        run()
     return future
 
 
