@@ -27,6 +27,7 @@ FinalKind = Literal["FINAL", "FINAL_VAR"]
 
 _AT_LINE_START = re.compile(r"^ {0,3}(FINAL_VAR|FINAL)\(", re.MULTILINE)
 _ANYWHERE = re.compile(r"(?<![\w.])(FINAL_VAR|FINAL)\(")
+_CALL_LENGTH = len("   FINAL_VAR(")
 _PAREN = re.compile(r"[()]")
 _PAREN_OR_QUOTE = re.compile(r"[()'\"]")
 _TRIPLE_OPEN = re.compile(r"\(\s*+(\"\"\"|''')")
@@ -106,6 +107,39 @@ def find_final(text: str) -> FinalCall | None:
         The call, or None.
     """
     return _first_call(text, _AT_LINE_START.finditer(text))
+
+
+class FinalOutput:
+    """Output as it comes in pieces, of which only what can hold a final call is kept: however much comes, little memory is used.
+
+    Args:
+        limit: characters that are kept from the first line on that starts like a final call.
+    """
+
+    def __init__(self, limit: int = 1_000_000) -> None:
+        self._limit = limit
+        self._kept: list[str] = []
+        self._kept_length = 0
+        self._line = ""  # how the current line starts, as far as that decides whether it starts like a call
+
+    def add(self, piece: str) -> None:
+        """Take in the next piece. Pieces may be cut anywhere."""
+        if not self._kept:
+            text = self._line + piece
+            call = _AT_LINE_START.search(text)
+            if call is None:
+                self._line = text[text.rfind("\n") + 1 :][:_CALL_LENGTH]
+                return
+            piece = text[call.start() :]
+        piece = piece[: self._limit - self._kept_length]
+        if piece:
+            self._kept.append(piece)
+            self._kept_length += len(piece)
+
+    @property
+    def text(self) -> str:
+        """What `find_final` is to look at: for all of the output it finds the same."""
+        return "".join(self._kept)
 
 
 def find_final_in_reply(text: str, *, anywhere: bool = False) -> FinalCall | None:

@@ -70,6 +70,7 @@ class CodeResult:
         success: whether the block ran to its end.
         exception: ``"NameError: name 'x' is not defined"``, or None.
         model_calls: the calls that the block made through ``llm_query`` and friends.
+        stdout_length, stderr_length: characters that were written in all, if what is kept may be less; else None.
     """
 
     stdout: str = ""
@@ -79,18 +80,27 @@ class CodeResult:
     success: bool = True
     exception: str | None = None
     model_calls: tuple[ModelCall, ...] = ()
+    stdout_length: int | None = field(default=None, compare=False)
+    stderr_length: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """A recorded final answer. Falsy values are answers too."""
+    """A recorded final answer. Falsy values are answers too.
+
+    Attributes:
+        text: the answer as text, as it was when it was given: a string as it is, anything else by ``str``.
+    """
 
     value: Any
+    text: str = field(init=False, repr=False, compare=False)
 
-    @property
-    def text(self) -> str:
-        """The answer as text: a string as it is, anything else by ``str``."""
-        return self.value if isinstance(self.value, str) else str(self.value)
+    def __post_init__(self) -> None:
+        try:
+            text = self.value if isinstance(self.value, str) else str(self.value)
+        except Exception as error:
+            text = f"<{type(self.value).__name__}; its text raised {type(error).__name__}: {error}>"
+        object.__setattr__(self, "text", text)
 
 
 class ChildState(StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Callable
 from typing import TextIO
 
 CAPTURE_LIMIT = 200_000
@@ -52,8 +53,32 @@ class BoundedText:
             if self._tail_length > self._half:
                 self._cut_tail()
             left_out = self._total - self._head_length - self._tail_length
-            middle = f"\n[... {left_out} of {self._total} characters left out ...]\n" if left_out else ""
-            return "".join(self._head) + middle + "".join(self._tail)
+            return "".join(self._head) + _note(left_out, self._total) + "".join(self._tail)
+
+    @property
+    def total(self) -> int:
+        """How many characters were added in all."""
+        with self._lock:
+            return self._total
+
+
+def _note(left_out: int, total: int) -> str:
+    return f"\n[... {left_out} of {total} characters left out ...]\n" if left_out else ""
+
+
+def shorten(text: str, limit: int, total: int | None = None) -> str:
+    """Cut a text to its first and last halves, with a line that says how long it was.
+
+    Args:
+        text: may itself be what `BoundedText` kept of a longer one.
+        limit: characters to keep in all.
+        total: how long the text was before anything was cut; None if it is whole.
+    """
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    total = len(text) if total is None else total
+    return text[: limit - half] + _note(total - limit, total) + (text[-half:] if half else "")
 
 
 class CapturingStream(io.TextIOBase):
@@ -62,10 +87,11 @@ class CapturingStream(io.TextIOBase):
     Args:
         echo: where to pass it on, None for nowhere.
         original: the stream that this one stands in for; what is not writing (``fileno``, ``buffer``, …) goes there.
+        limit: characters to keep.
     """
 
-    def __init__(self, original: TextIO, echo: TextIO | None) -> None:
-        self._text = BoundedText()
+    def __init__(self, original: TextIO, echo: TextIO | None, limit: int = CAPTURE_LIMIT) -> None:
+        self._text = BoundedText(limit)
         self._original = original
         self._echo = echo
 
@@ -80,13 +106,19 @@ class CapturingStream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._text.add(text)
-        if self._echo is not None:
-            self._echo.write(text)
+        self._pass_on(lambda echo: echo.write(text))
         return len(text)
 
     def flush(self) -> None:
+        self._pass_on(lambda echo: echo.flush())
+
+    def _pass_on(self, what: Callable[[TextIO], object]) -> None:
+        """Do something with the stream below; one that code has closed is done without, since what is kept counts."""
         if self._echo is not None:
-            self._echo.flush()
+            try:
+                what(self._echo)
+            except (OSError, ValueError):
+                self._echo = None
 
     def fileno(self) -> int:
         return self._original.fileno()
@@ -101,3 +133,8 @@ class CapturingStream(io.TextIOBase):
     def value(self) -> str:
         """Return what was written, bounded."""
         return self._text.value()
+
+    @property
+    def total(self) -> int:
+        """How many characters were written in all."""
+        return self._text.total

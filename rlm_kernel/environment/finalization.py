@@ -3,10 +3,14 @@
 An answer counts when the cell that gave it has ended well. So a cell's finalization is *pending* until `end_cell`,
 which keeps it, or drops it if the cell raised. The first answer that counts stays; later ones are ignored until the run
 is reset.
+
+Cells of several threads may be under way at once (Jupyter's subshells). Each has a pending answer of its own; what a
+thread without a cell gives belongs to the cell that began last.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +38,7 @@ class Finalization:
         self._hidden = hidden
         self.answer_dict: dict[str, Any] = {"content": "", "ready": False}
         self.final: FinalAnswer | None = None
-        self._pending: FinalAnswer | None = None
+        self._pending: dict[int, FinalAnswer | None] = {}  # by thread, in the order in which the cells began
 
     # -- the functions that code calls
 
@@ -44,8 +48,10 @@ class Finalization:
         Returns:
             the text ``FINAL(...)``, so that ``print(FINAL(x))`` works as in other runtimes.
         """
-        self._pending = FinalAnswer(value)
-        return f"FINAL({self._pending.text})"
+        answer = FinalAnswer(value)
+        here = threading.get_ident()
+        self._pending[here if here in self._pending else next(reversed(self._pending), here)] = answer
+        return f"FINAL({answer.text})"
 
     def FINAL_VAR(self, name: str) -> str:
         """Record the value of the variable called ``name`` as the final answer.
@@ -65,7 +71,9 @@ class Finalization:
     def variables(self) -> dict[str, Any]:
         """Return the user's own variables: no leading underscore, none of the helpers."""
         hidden = self._hidden()
-        return {n: v for n, v in self._namespace().items() if not n.startswith("_") and n not in hidden}
+        # A copy: another thread may bind names meanwhile. A name need not be a text (``globals()[1] = 2``).
+        names = dict(self._namespace())
+        return {n: v for n, v in names.items() if isinstance(n, str) and not n.startswith("_") and n not in hidden}
 
     def _lookup(self, name: str) -> Any:
         key = name.strip().strip("\"'")
@@ -80,11 +88,12 @@ class Finalization:
     # -- cells
 
     def begin_cell(self) -> None:
-        """A cell begins: nothing is pending."""
-        self._pending = None
+        """A cell begins in this thread: nothing is pending."""
+        self._pending.pop(threading.get_ident(), None)
+        self._pending[threading.get_ident()] = None
 
     def end_cell(self, *, success: bool, output: str | None = None) -> FinalAnswer | None:
-        """A cell has ended: keep its finalization, or drop it.
+        """This thread's cell has ended: keep its finalization, or drop it.
 
         Args:
             success: whether the cell ran to its end.
@@ -96,7 +105,7 @@ class Finalization:
         Raises:
             UnknownVariable: a line of output names a variable that does not exist.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending.pop(threading.get_ident(), None)
         if not success:
             if self.final is None:
                 self.answer_dict["ready"] = False
@@ -127,4 +136,5 @@ class Finalization:
     def reset(self) -> None:
         """Begin anew: no answer, a fresh ``answer`` dict."""
         self.answer_dict = {"content": "", "ready": False}
-        self.final = self._pending = None
+        self.final = None
+        self._pending.update(dict.fromkeys(self._pending))

@@ -1,11 +1,13 @@
 """Run blocks of code in an IPython shell and capture what comes of them.
 
-One interpreter serves the notebook's own shell (ZMQ, with a running event loop) and the shell that lives in each child.
-While a block runs, everything that IPython would send to a front end is turned into text: ``print``, the repr of a
-trailing expression, ``display``, tracebacks. Magics, ``!cmd`` and top-level ``await`` work.
+One interpreter serves the notebook's own shell (ZMQ, with a running event loop), the shell that lives in each child, and the
+shells of in-process environments. While a block runs, everything that IPython would send to a front end is turned into
+text: ``print``, the repr of a trailing expression, ``display``, tracebacks. Magics, ``!cmd`` and top-level ``await`` work.
 
-Who runs it: the thread that calls `execute`, usually the main thread. A KeyboardInterrupt (also a child's cooperative
-stop) that ends the block is raised again after the capture, so that nobody above mistakes it for an error of the code.
+Who runs it: the thread that calls `execute`, usually the main thread. With the first two kinds of shell, all that the process
+prints meanwhile is captured; with a `ThreadShell`, what the code of that shell prints, whatever else runs beside it. A
+KeyboardInterrupt (also a child's cooperative stop) that ends the block is raised again after the capture, so that nobody
+above mistakes it for an error of the code.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from rlm_kernel.environment.capture import CapturingStream
+from rlm_kernel.environment.capture import CAPTURE_LIMIT, CapturingStream
+from rlm_kernel.environment.deadline import Codes, Deadline, ExecutionTimeout, check_timeout, make_deadline
+from rlm_kernel.environment.routing import Scope, capture_process, capture_scope, stream_of_caller
 from rlm_kernel.values import CodeResult
 
 if TYPE_CHECKING:
@@ -60,55 +64,101 @@ class Interpreter:
 
     Args:
         shell: the shell.
-        echo: whether what is captured is also written to the streams that were there before.
+        echo: whether what is captured is also written to the streams that were there before. Never with a `ThreadShell`.
+        capture_limit: characters of each stream that one block's result keeps.
     """
 
-    def __init__(self, shell: InteractiveShell, *, echo: bool = True) -> None:
+    def __init__(self, shell: InteractiveShell, *, echo: bool = True, capture_limit: int = CAPTURE_LIMIT) -> None:
         self._shell = shell
-        self._echo = echo
-        self._running = False
+        self._scope = Scope(shell) if getattr(shell, "by_thread", False) else None
+        self._echo = echo and self._scope is None
+        self._capture_limit = capture_limit
+        self._busy = threading.Lock()
 
     @property
     def namespace(self) -> dict[str, Any]:
         namespace: dict[str, Any] = self._shell.user_ns
         return namespace
 
-    def execute(self, code: str) -> CodeResult:
+    def execute(self, code: str, *, timeout_s: float | None = None) -> CodeResult:
         """Run one block.
+
+        Args:
+            timeout_s: seconds after which the code is interrupted, None for never. Its result then says so.
 
         Raises:
             KeyboardInterrupt: the block was interrupted.
-            RuntimeError: code in a block re-entered the interpreter.
+            RuntimeError: code in a block re-entered the interpreter, or two threads use it at once.
         """
-        if self._running:
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        if not self._busy.acquire(blocking=False):
             raise RuntimeError("this REPL is running a block already; code in a block cannot run another one in it")
         began = time.monotonic()
         before = dict(self.namespace)
         try:
-            self._running = True
             with self._captured(code) as (out, err):
-                result = self._run(code)
+                result, timeout = self._run_within(code, timeout_s)
+                if timeout is not None:
+                    err.write(f"{timeout}\n")
         finally:
-            self._running = False
-        error = result.error_before_exec or result.error_in_exec
+            self._busy.release()
+        error = None if result is None else result.error_before_exec or result.error_in_exec
         # A CancelledError is no interrupt: it comes from a task that the code itself cancelled, and is shown to the model.
-        if isinstance(error, KeyboardInterrupt):
+        # The timeout of a step around this one is none of ours either.
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, ExecutionTimeout) and timeout is None):
             raise error
         return CodeResult(
             stdout=out.value(),
             stderr=err.value(),
             new_locals=_new_names(before, self.namespace),
             duration_s=time.monotonic() - began,
-            success=result.success,
-            exception=None if error is None else _one_line(error),
+            success=timeout is None and result is not None and result.success,
+            exception=timeout or (None if error is None else _one_line(error)),
+            stdout_length=out.total,
+            stderr_length=err.total,
         )
 
-    def _run(self, code: str) -> ExecutionResult:
+    def forget_shell(self) -> None:
+        """Let threads that code started, and that live on, not keep the shell alive."""
+        if self._scope is not None:
+            self._scope.shell = None
+
+    def _run_within(self, code: str, timeout_s: float | None) -> tuple[ExecutionResult | None, str | None]:
+        """Run a block and return its result, and, if its time ran out, the line that says so."""
+        if timeout_s is None:
+            return self._run(code, None), None
+        wake = getattr(self._shell, "wake", lambda: None)
+        deadline = make_deadline(timeout_s, wake, self._codes(), other_thread=self._on_other_thread(code))
+        result = self._run(code, deadline)
+        return result, f"TimeoutError: {deadline.message()}" if deadline.raised else None
+
+    def _codes(self) -> Codes:
+        """Say how it is seen on a stack that code runs, or that its traceback is being written."""
+        shell = type(self._shell)
+        # An event loop that is idle while code awaits has no frame of that code on its stack.
+        running = (shell.run_code, asyncio.BaseEventLoop.run_forever)
+        spared = (shell.showtraceback, shell.showsyntaxerror, *getattr(shell, "spared", ()))
+        return Codes(frozenset(f.__code__ for f in running), frozenset(f.__code__ for f in spared))
+
+    def _on_other_thread(self, code: str) -> bool:
+        return _loop_is_running() and self._needs_loop(code)
+
+    def _run(self, code: str, deadline: Deadline | None) -> ExecutionResult | None:
         shell = self._shell
-        if not _loop_is_running() or not self._needs_loop(code):
-            result: ExecutionResult = shell.run_cell(code, store_history=False)
+        call: Callable[[Callable[[], Any]], Any] = (lambda f: f()) if deadline is None else deadline.call
+        if not self._on_other_thread(code):
+            result: ExecutionResult | None = call(lambda: shell.run_cell(code, store_history=False))
             return result
-        return _run_in_own_loop(lambda: shell.run_cell_async(code, store_history=False, **self._transformed(code)))
+        if self._scope is not None:
+            # It has a loop of its own, in which its tasks live.
+            thread_shell: Any = shell
+            return _run_on_own_thread(
+                lambda: call(lambda: shell.run_cell(code, store_history=False)), thread_shell.cancel_tasks
+            )
+        return _run_in_own_loop(
+            lambda: shell.run_cell_async(code, store_history=False, **self._transformed(code)), call
+        )
 
     def _transformed(self, code: str) -> dict[str, Any]:
         try:
@@ -122,30 +172,36 @@ class Interpreter:
     @contextlib.contextmanager
     def _captured(self, code: str) -> Iterator[tuple[CapturingStream, CapturingStream]]:
         """Turn everything that the shell would show into text on the two streams."""
-        from IPython.core.displaypub import DisplayPublisher
-
         shell = self._shell
-        out, err = self._stream(sys.stdout), self._stream(sys.stderr)
+        out, err = self._stream("stdout"), self._stream("stderr")
 
         def show_traceback(_etype: type[BaseException], _value: BaseException, stb: list[str]) -> None:
             err.write(_ANSI.sub("", shell.InteractiveTB.stb2text(stb)) + "\n")
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(out))
-            stack.enter_context(contextlib.redirect_stderr(err))
+            if self._scope is None:
+                stack.enter_context(capture_process(out, err))
+            else:
+                thread_shell: Any = shell
+                thread_shell.furnish()
+                stack.enter_context(thread_shell.found_by_its_code())
+                stack.enter_context(capture_scope(self._scope, out, err))
             last_results = {name: shell.user_ns[name] for name in _LAST_RESULTS if name in shell.user_ns}
             hook = _plain_display_hook()(shell=shell, cache_size=0)
             hook.code = code
             shell.user_ns.update(last_results)
             stack.enter_context(_attribute(shell, "displayhook", hook))
             stack.enter_context(_attribute(shell.display_trap, "hook", hook))
-            stack.enter_context(_attribute(shell, "display_pub", DisplayPublisher(shell=shell)))
+            stack.enter_context(_attribute(shell, "display_pub", _plain_display_publisher()()))
             stack.enter_context(_attribute(shell, "_showtraceback", show_traceback))
+            # IPython would keep all that is written, whole, in its history of outputs.
+            stack.enter_context(_attribute(shell, "_tee", lambda channel: contextlib.nullcontext()))
             stack.enter_context(_attribute(shell, "ask_exit", lambda: print(_EXIT_NOTE)))
             yield out, err
 
-    def _stream(self, original: TextIO) -> CapturingStream:
-        return CapturingStream(original, original if self._echo else None)
+    def _stream(self, name: str) -> CapturingStream:
+        original = stream_of_caller(name)
+        return CapturingStream(original, original if self._echo else None, self._capture_limit)
 
 
 @functools.cache
@@ -164,7 +220,27 @@ def _plain_display_hook() -> Any:
             """Tell whether the block ends in a semicolon. (The stock hook looks into the history, where blocks are not.)"""
             return bool(self.semicolon_at_end_of_expression(self.code))  # type: ignore[no-untyped-call]
 
+        def log_output(self, format_dict: dict[str, Any]) -> None:
+            """Keep nothing of it in the history of outputs."""
+
     return PlainDisplayHook
+
+
+@functools.cache
+def _plain_display_publisher() -> Any:
+    from IPython.core.displaypub import DisplayPublisher
+
+    class PlainDisplayPublisher(DisplayPublisher):
+        """Print the plain text of what is displayed, and keep nothing of it: no history of outputs, no hooks in the shell."""
+
+        def publish(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
+            if "text/plain" in data:
+                print(data["text/plain"])
+
+        def clear_output(self, wait: bool = False) -> None:
+            pass
+
+    return PlainDisplayPublisher
 
 
 @contextlib.contextmanager
@@ -194,25 +270,41 @@ def _loop_is_running() -> bool:
     return True
 
 
-def _run_in_own_loop(make: Any) -> ExecutionResult:
+def _run_in_own_loop(make: Any, call: Callable[[Callable[[], Any]], Any]) -> ExecutionResult | None:
     """Run a coroutine to its end in a loop of its own on a thread of its own, since this thread's loop is busy running
     us.
+    """
+    loop = asyncio.new_event_loop()
 
-    An interrupt of the waiting thread cancels the coroutine and gives it `_UNWIND_S` seconds to unwind.
+    def run() -> Any:
+        try:
+            asyncio.set_event_loop(loop)
+            return call(lambda: loop.run_until_complete(make()))
+        finally:
+            loop.close()
+
+    def cancel() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+
+    return _run_on_own_thread(run, cancel)
+
+
+def _run_on_own_thread(function: Callable[[], Any], cancel: Callable[[], None]) -> ExecutionResult | None:
+    """Call a function on a thread of its own, in this thread's context.
+
+    An interrupt of the waiting thread calls ``cancel`` and gives the function `_UNWIND_S` seconds to unwind.
     """
     outcome: list[Any] = []
-    loop = asyncio.new_event_loop()
     done = threading.Lock()
     done.acquire()
 
     def run() -> None:
         try:
-            asyncio.set_event_loop(loop)
-            outcome.append(loop.run_until_complete(make()))
+            outcome.append(function())
         except BaseException as error:
             outcome.append(error)
         finally:
-            loop.close()
             done.release()
 
     context = contextvars.copy_context()
@@ -221,8 +313,7 @@ def _run_in_own_loop(make: Any) -> ExecutionResult:
         thread.start()
         done.acquire()
     except KeyboardInterrupt:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        cancel()
         done.acquire(timeout=_UNWIND_S)
         raise
     result = outcome[0]
@@ -235,7 +326,7 @@ def _new_names(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
     return {
         name: short_repr(value)
         for name, value in list(after.items())
-        if not name.startswith("_") and name not in before
+        if isinstance(name, str) and not name.startswith("_") and name not in before
     }
 
 
@@ -261,5 +352,8 @@ def short_repr(value: object) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception as broken:  # the error's own __str__ may fail in any way
+        text = f"its text raised {type(broken).__name__}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

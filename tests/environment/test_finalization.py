@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -191,3 +192,29 @@ def test_a_reset_forgets_the_answer_and_gives_a_new_dict(run: Run) -> None:
     assert run.finalization.final is None
     old["ready"] = True
     assert run.cell() is None
+
+
+def test_cells_of_two_threads_do_not_share_what_is_pending(run: Run) -> None:
+    """As the main shell's and a subshell's: one gives an answer, the other one ends first."""
+    finalization = run.finalization
+    finalization.begin_cell()
+    finalization.FINAL("of this thread")
+    outcomes: list[FinalAnswer | None] = []
+
+    def other() -> None:
+        finalization.begin_cell()
+        outcomes.append(finalization.end_cell(success=True))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert outcomes == [None]
+    assert finalization.end_cell(success=True) == FinalAnswer("of this thread")
+
+
+def test_what_a_thread_of_the_cell_gives_is_the_cells_answer(run: Run) -> None:
+    run.finalization.begin_cell()
+    thread = threading.Thread(target=run.finalization.FINAL, args=("from a thread",))
+    thread.start()
+    thread.join()
+    assert run.finalization.end_cell(success=True) == FinalAnswer("from a thread")
