@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlm_kernel.final_text import Fence, match_fence
 
@@ -41,12 +41,14 @@ class CodeBlock:
         code: its text without the fences and without a final line end.
         closed: whether a fence closed it.
         line: 1-based number of the line that opened it.
+        end: number of the last line that belongs to it, its closing fence included.
     """
 
     language: str
     code: str
     closed: bool
     line: int
+    end: int = field(default=0, compare=False)
 
     @property
     def runnable(self) -> bool:
@@ -94,7 +96,9 @@ def parse_blocks(text: str) -> list[CodeBlock]:
         language = _language(opener)
         find_end = reader.end_of_code if language in RUNNABLE_LANGUAGES else reader.end_of_text
         end = find_end(position + 1, opener)
-        blocks.append(CodeBlock(language, reader.body(position, end.line, opener), end.closed, position + 1))
+        blocks.append(
+            CodeBlock(language, reader.body(position, end.line, opener), end.closed, position + 1, end.resume)
+        )
         position = end.resume
     return blocks
 

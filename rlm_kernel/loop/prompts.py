@@ -352,11 +352,13 @@ def build_last_chance_prompt(task: str, reason: Literal["iterations", "stalled"]
         task: the task.
         reason: the turns are used up, or reply after reply ran nothing.
     """
-    why = "The REPL iterations have run out" if reason == "iterations" else "Several replies in a row ran nothing"
+    if reason == "iterations":
+        why = "The REPL iterations have run out, so no more code will run. As you have run out of REPL iterations,"
+    else:
+        why = "Several replies in a row ran nothing, so no more code will run. From what you have found so far,"
     return (
-        f"{why}, so no more code will run. From what you have found so far, give the best answer you can, now: write "
-        "FINAL(your answer) at the start of a line, or FINAL_VAR(name) if a variable holds it.\n\n"
-        f"The task: {cut(task, _TASK_REMINDER_CHARS)}"
+        f"{why} give the best answer you can, now: write FINAL(your answer) at the start of a line, or FINAL_VAR(name) "
+        f"if a variable holds it.\n\nThe task: {cut(task, _TASK_REMINDER_CHARS)}"
     )
 
 

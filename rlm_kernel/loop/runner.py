@@ -160,6 +160,7 @@ class LoopRunner:
         cooperative_deadline: `time.monotonic` value after which no further iteration starts.
         max_reminders: see `MAX_REMINDERS`.
         task_variable: the expression under which a task too long to show is whole in the REPL.
+        answer_form: what the answer must look like, in words; told with the task and at the last chance.
 
     Raises:
         ConfigurationError: ``max_iterations`` is not a whole number of at least 1.
@@ -179,6 +180,7 @@ class LoopRunner:
         cooperative_deadline: float | None = None,
         max_reminders: int = MAX_REMINDERS,
         task_variable: str = "context",
+        answer_form: str = "",
     ) -> None:
         if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
             raise ConfigurationError("max_iterations", max_iterations, "must be a whole number of at least 1")
@@ -193,6 +195,7 @@ class LoopRunner:
         self._deadline = cooperative_deadline
         self._max_reminders = max_reminders
         self._task_variable = task_variable
+        self._answer_form = f"\n\n{answer_form}" if answer_form else ""
         self._messages: list[Message] = []
         self._records: list[IterationRecord] = []
         self._turn_usage = Usage()
@@ -236,7 +239,7 @@ class LoopRunner:
             max_iterations=self._max_iterations,
             task_variable=self._task_variable,
         )
-        self._messages.append(first)
+        self._messages.append({**first, "content": first["content"] + self._answer_form})
         fruitless = empty = 0
         while True:
             if self._past_deadline():
@@ -321,21 +324,29 @@ class LoopRunner:
     ) -> tuple[FinalAnswer | None, StopReason]:
         if self._past_deadline():
             return None, "deadline"
-        prompt = build_last_chance_prompt(task, why)
+        prompt = build_last_chance_prompt(task, why) + self._answer_form
         self._messages.append({"role": "user", "content": f"{note}\n\n{prompt}" if note else prompt})
         with _Iteration(self, last_chance=True) as draft:
             self._call_model(draft)
             draft.final = self._answer_in_last_reply(draft.reply)
             if draft.final is not None:
                 return draft.final, "exhausted"
-            # A reply that only names an unknown variable is no answer, if there is a draft of one.
-            whole = draft.reply.strip()
-            partial = self._repl.partial_answer()
-            text = partial if not whole or (partial and find_final_in_reply(whole)) else whole
-            if not text:
-                return None, "no_answer"
-            draft.final = FinalAnswer(text)
-            return draft.final, "exhausted_fallback"
+            draft.final = self._fallback(draft.reply.strip())
+            return draft.final, "no_answer" if draft.final is None else "exhausted_fallback"
+
+    def _fallback(self, whole: str) -> FinalAnswer | None:
+        """Take the whole last reply, or the draft in ``answer``, if the REPL takes it for an answer.
+
+        A reply that only names an unknown variable is no answer, if there is a draft of one.
+        """
+        partial = self._repl.partial_answer()
+        for text in (partial, whole) if partial and find_final_in_reply(whole) else (whole, partial):
+            if text:
+                try:
+                    return self._repl.resolve_final(FinalCall("FINAL", text))
+                except UsageMistake:  # it does not have the form that was asked for
+                    continue
+        return None
 
     def _answer_in_last_reply(self, reply: str) -> FinalAnswer | None:
         """Read the answer out of the last reply: a line, else a call in a block, else a call in the middle of a line.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ MAX_FIELD_CHARS = 100_000
 """Messages, output and the prompts of calls are cut at this length in the file; replies, code and answers never are."""
 
 _MAX_NESTING = 20
+_END_LINE = b'{"type":"end"'  # how an end line begins, as this module writes it
 _log = logging.getLogger(__name__)
 
 
@@ -72,8 +74,11 @@ class RunMetadata:
     Attributes:
         root_model: name of the model that drives the run.
         backend: kind of model client; ``backend_kwargs`` its settings (string settings with secret names are redacted).
-        run_id, parent_id, depth: the run's place in the tree of runs.
+        run_id, parent_id, depth: the run's place in the tree of runs; a child of the notebook's own has no parent.
+        episode_id: the episode of all of them.
         task: the task.
+        context: what is known of the context: see `rlm_kernel.session.kept_contexts`; ``is_task`` where it is the task.
+        answer_schema: the JSON Schema of the answer, as text; None if none was asked for.
     """
 
     root_model: str | None = None
@@ -87,7 +92,10 @@ class RunMetadata:
     run_id: str | None = None
     parent_id: str | None = None
     depth: int = 0
+    episode_id: str | None = None
     task: str = ""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    answer_schema: str | None = None
 
 
 class TrajectoryWriter:
@@ -120,6 +128,10 @@ class TrajectoryWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def write_metadata(self) -> None:
+        """Write the first line now, so that a run which is killed before its first iteration has left its name."""
+        self._append(None)
 
     def write_iteration(self, record: IterationRecord) -> None:
         """Append one iteration."""
@@ -181,7 +193,7 @@ class TrajectoryWriter:
             except OSError as error:  # some file systems report a failed write only here
                 self._give_up(error)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, line: dict[str, Any] | None) -> None:
         if self.error is not None:
             return
         try:
@@ -189,7 +201,8 @@ class TrajectoryWriter:
             if not self._metadata_written:
                 self._write_line(self._metadata_line())
                 self._metadata_written = True
-            self._write_line(line)
+            if line is not None:
+                self._write_line(line)
         except OSError as error:
             self._give_up(error)
             self.close()
@@ -198,10 +211,12 @@ class TrajectoryWriter:
         if self._fd != -1:
             return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # end the torn line of a killed writer, so that it spoils no line of ours
+        # O_BINARY is Windows's, which has no O_CLOEXEC (Python's descriptors are not inherited anyway) and no pread.
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+        if os.lseek(self._fd, 0, os.SEEK_END):
+            os.lseek(self._fd, -1, os.SEEK_END)
+            if os.read(self._fd, 1) != b"\n":
+                os.write(self._fd, b"\n")  # end the torn line of a killed writer, so that it spoils no line of ours
 
     def _write_line(self, line: dict[str, Any]) -> None:
         text = json.dumps(self._clean(line), ensure_ascii=False, separators=(",", ":"))
@@ -231,7 +246,10 @@ class TrajectoryWriter:
             "run_id": m.run_id,
             "parent_id": m.parent_id,
             "depth": m.depth,
+            "episode_id": m.episode_id,
             "task": self._bounded(m.task),
+            "context": dict(m.context),
+            "answer_schema": self._bounded(m.answer_schema),
         }
 
     def _result(self, result: CodeResult) -> dict[str, Any]:
@@ -278,6 +296,53 @@ class TrajectoryWriter:
             if isinstance(value, list | tuple):
                 return [self._clean(item, nesting + 1) for item in value]
         return redact(_repr(value), self._secrets)
+
+
+def write_missing_end(
+    path: str | os.PathLike[str],
+    *,
+    metadata: RunMetadata,
+    stop_reason: str,
+    iterations: int = 0,
+    usage: Usage | None = None,
+    error: str | None = None,
+    secrets: Sequence[str] = (),
+) -> bool:
+    """Append the end line of a run whose process has ended without writing one: it was killed, or never began.
+
+    Only for a process that is known to be gone. A folder that has been removed meanwhile is not made again.
+
+    Args:
+        path: the run's file.
+        metadata: for the first line, if the file does not exist.
+        stop_reason, iterations, usage, error: as for `TrajectoryWriter.write_end`.
+        secrets: as for `TrajectoryWriter`.
+
+    Returns:
+        whether the line was missing.
+    """
+    file = Path(path)
+    try:
+        exists = file.exists()
+        if not file.parent.is_dir() or (exists and _has_end(file)):
+            return False
+    except OSError as problem:
+        _log.warning("The trajectory %s cannot be read: %s", path, problem)
+        return False
+    with TrajectoryWriter(file, metadata=metadata, secrets=secrets) as writer:
+        writer._metadata_written = exists
+        writer.write_end(stop_reason=stop_reason, iterations=iterations, usage=usage, error=error)
+    return True
+
+
+def _has_end(file: Path) -> bool:
+    with open(file, "rb") as source:
+        if not os.fstat(source.fileno()).st_size:
+            return False
+        with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            end = view.rfind(b"\n")
+            start = view.rfind(b"\n", 0, max(end, 0)) + 1
+            return view[start : start + len(_END_LINE)] == _END_LINE
 
 
 def read_trajectory(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ class ModelAccess:
         model: the model that calls without ``model=`` use, None for the client's default.
         meter: is asked before each call, and told what it cost.
         run: carries out what blocks, so that it can be interrupted where this process knows how.
+        batch_workers: calls of one batch that are under way at once.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class ModelAccess:
         model: str | None = None,
         meter: CallMeter | None = None,
         run: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+        batch_workers: int = BATCH_WORKERS,
     ) -> None:
+        self._batch_workers = batch_workers
         self._build = build
         self._model = model
         self._meter = meter
@@ -86,8 +89,7 @@ class ModelAccess:
             ModelCallError: it failed.
             ChildLimitError: the token budget of the tree is spent.
         """
-        client = self.client
-        completion: Completion = self._run(lambda: self._counted(client, messages, model))
+        completion: Completion = self._run(lambda: self._counted(self.client, messages, model))
         return completion
 
     def _counted(self, client: ModelClient, messages: list[Message], model: str | None) -> Completion:
@@ -119,13 +121,18 @@ class ModelAccess:
 
     def ask_batch(self, prompts: Sequence[str], model: str | None = None) -> list[str]:
         """Make several calls at once. A failed one gives ``Error: …`` in its place."""
+        return [reply if isinstance(reply, str) else f"Error: {reply}" for reply in self.try_batch(prompts, model)]
+
+    def try_batch(self, prompts: Sequence[str], model: str | None = None) -> list[str | Exception]:
+        """Make several calls at once. A failed one gives a `ModelCallError` in its place."""
         from rlm_kernel.clients.base import complete_batch
 
         began = time.monotonic()
         chats: list[list[Message]] = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        counted = _Counted(self._counted, self.client)
-        outcomes = self._run(lambda: complete_batch(counted, chats, model, max_workers=BATCH_WORKERS))
-        answers = []
+        outcomes = self._run(
+            lambda: complete_batch(_Counted(self._counted, self.client), chats, model, max_workers=self._batch_workers)
+        )
+        answers: list[str | Exception] = []
         for prompt, outcome in zip(prompts, outcomes, strict=True):
             if isinstance(outcome, Completion):
                 self._record(prompt, outcome, began, None)
@@ -133,7 +140,7 @@ class ModelAccess:
             else:
                 text = str(outcome) if isinstance(outcome, ModelCallError) else f"{type(outcome).__name__}: {outcome}"
                 self._record(prompt, Completion("", Usage()), began, text)
-                answers.append(f"Error: {text}")
+                answers.append(ModelCallError(text))
         return answers
 
     def take_calls(self) -> tuple[ModelCall, ...]:

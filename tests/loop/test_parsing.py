@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -248,3 +249,23 @@ def test_hostile_text_is_read_in_linear_time(text: str) -> None:
     explain_unrun(text)
     strip_reasoning(text)
     assert time.process_time() - started < 10
+
+
+@given(
+    st.lists(st.text(alphabet="ab `~'\"#\\\t(", max_size=12), max_size=6).map("\n".join),
+    st.sampled_from("`~"),
+    st.integers(0, 3),
+    st.sampled_from(["repl", "python", "py", "Python3", "repl title"]),
+    st.text(alphabet="ab. \n", max_size=20),
+)
+def test_a_block_of_any_fence_and_any_body_comes_out_whole(
+    body: str, char: str, more: int, tag: str, words: str
+) -> None:
+    """Also between words and before another block."""
+    runs = [len(run) for line in body.split("\n") for run in re.findall(rf"{char}+", line)]
+    fence = char * (max([2, *runs]) + 1 + more)
+    text = f"{words}\n{fence}{tag}\n{body}\n{fence}\n{words}\n~~~repl\nlast = 1\n~~~"
+    assert [block.code for block in parse_blocks(text)] == [body, "last = 1"]
+    first, _ = parse_blocks(text)
+    lines = text.split("\n")
+    assert (lines[first.line - 1], lines[first.end - 1]) == (f"{fence}{tag}", fence)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlm_kernel.errors import ConfigurationError, ModelCallError, UsageMistake
 from rlm_kernel.final_text import FinalCall, find_final
@@ -430,3 +432,59 @@ def test_a_huge_task_never_goes_whole_into_the_messages() -> None:
 def test_a_bad_iteration_limit_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="max_iterations"):
         LoopRunner(ScriptedModel(), TinyREPL(), max_iterations=value)
+
+
+reply_parts = st.lists(
+    st.sampled_from(
+        [
+            "```repl\n", "```python\n", "~~~repl\n", "````\n", "```\n", "\n", "x = 1\n", "1 / 0\n", "FINAL(", "FINAL(x)\n",
+            "FINAL_VAR(x)\n", "FINAL_VAR(nope)\n", ")", "'''", "<think>", "</think>", "print('FINAL(1)')\n", "> ", "I say ",
+            "answer['content'] = 1\n",
+        ]
+    )
+    | st.text(max_size=6),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@given(st.lists(reply_parts | st.none(), min_size=12, max_size=12), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_model_replies_the_run_ends_within_its_turns(replies: list[str | None], turns: int) -> None:
+    """And only with an answer that is in a reply, in a line of output, or in the REPL."""
+    model = ScriptedModel(*replies)
+    result = LoopRunner(model, TinyREPL(), max_iterations=turns).run("The task.")
+    assert len(model.sent) <= turns + 1
+    assert result.iterations <= turns
+    assert (result.answer is None) == (result.stop_reason == "no_answer")
+    if result.answer is not None and result.stop_reason in ("final", "final_in_reply"):
+        assert any("FINAL" in str(reply) for reply in replies)
+
+
+prose = st.lists(
+    st.sampled_from(
+        ["I will call FINAL(x) later. ", "As in `FINAL_VAR(x)`, ", "# FINAL(1)\n", "> FINAL(2)\n", "so ", "\n- "]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(prose)
+@settings(max_examples=40, deadline=None)
+def test_prose_about_final_calls_ends_no_run(text: str) -> None:
+    assert run(text, text, block("FINAL('the answer')"), max_iterations=5).answer == FinalAnswer("the answer")
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n", "<think>only thoughts</think>"])
+def test_a_refused_answer_at_the_last_chance_is_none(nothing: str | None) -> None:
+    """A REPL may refuse what has not the form that was asked for; then there is no answer rather than a wrong one."""
+
+    class Refusing(TinyREPL):
+        def resolve_final(self, call: FinalCall) -> FinalAnswer:
+            raise UsageMistake("not of the form")
+
+    repl = Refusing()
+    repl.namespace["answer"]["content"] = "draft"
+    result = run("FINAL(no)", nothing or "FINAL(no)", repl=repl, max_iterations=1, answer_form="THE FORM")
+    assert (result.answer, result.stop_reason) == (None, "no_answer")
+    told = [message["content"] for message in result.messages if message["role"] == "user"]
+    assert ["THE FORM" in text for text in told] == [True, True]

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import stat
+from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from rlm_kernel.loop.trajectory import (
     RunMetadata,
     TrajectoryWriter,
     read_trajectory,
+    write_missing_end,
 )
 from rlm_kernel.values import CodeResult, FinalAnswer, ModelCall, Usage
 
@@ -93,6 +95,147 @@ def test_the_end_line_says_how_the_run_ended(tmp_path: Path) -> None:
         "usage": {"calls": 1, "prompt_tokens": 2, "completion_tokens": 3},
         "error": None,
     }
+
+
+PUBLISHED: dict[str, Any] = {
+    "metadata": {
+        "type": str,
+        "timestamp": str,
+        "root_model": str | None,
+        "max_depth": int,
+        "max_iterations": int,
+        "backend": str,
+        "backend_kwargs": dict,
+        "environment_type": str,
+        "environment_kwargs": dict,
+        "other_backends": list | None,
+    },
+    "iteration": {
+        "type": str,
+        "iteration": int,
+        "timestamp": str,
+        "prompt": [{"role": str, "content": str}],
+        "response": str,
+        "code_blocks": [
+            {
+                "code": str,
+                "result": {
+                    "stdout": str,
+                    "stderr": str,
+                    "locals": dict,
+                    "execution_time": float,
+                    "rlm_calls": [
+                        {
+                            "prompt": str,
+                            "response": str,
+                            "prompt_tokens": int,
+                            "completion_tokens": int,
+                            "execution_time": float,
+                        },
+                    ],
+                },
+            }
+        ],
+        "final_answer": str | None,
+        "iteration_time": float,
+    },
+}
+"""The fields that the public visualizer reads, with their types. Further ones are allowed."""
+
+
+def mismatches(value: Any, shape: Any, where: str = "$") -> list[str]:
+    """Name every published field that is missing or of another type."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return [f"{where}: {value!r}"]
+        missing = [f"{where}.{name} is missing" for name in shape.keys() - value.keys()]
+        return missing + [m for n, s in shape.items() if n in value for m in mismatches(value[n], s, f"{where}.{n}")]
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return [f"{where}: {value!r}"]
+        return [m for i, item in enumerate(value) for m in mismatches(item, shape[0], f"{where}[{i}]")]
+    fits = isinstance(value, shape) and not (isinstance(value, bool) and shape is int)
+    return [] if fits or (shape is float and type(value) is int) else [f"{where}: {value!r}"]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_every_line_has_every_published_field_in_its_published_type(tmp_path: Path, odd: bool) -> None:
+    """Field by field, whatever values come in; and timestamps that JavaScript's Date reads."""
+    call = ModelCall("p", "r", Usage(1, 5, 7), 0.5, error="E" if odd else None)
+    result = CodeResult("out", "err", {"x": "1"}, 0.25, not odd, "E: x" if odd else None, (call, call))
+    records = [
+        record(1, response="r", blocks=(BlockRecord("x = 1", result),) * 2, usage=Usage(2, 6, 8), started_at=1.5),
+        record(2, final=FinalAnswer(None if odd else 0), error="E" if odd else None, last_chance=odd),
+        record(3, response="r", final=FinalAnswer({"a": object()})),
+    ]
+    metadata = RunMetadata(root_model=None if odd else "m", other_backends=("b",) if odd else None)
+    lines = written(tmp_path / "t.jsonl", *records, metadata=metadata)
+    assert [line["type"] for line in lines] == ["metadata", "iteration", "iteration", "iteration"]
+    for line in lines:
+        assert mismatches(line, PUBLISHED[line["type"]]) == []
+        assert datetime.fromisoformat(line["timestamp"]).tzinfo is not None
+
+
+def test_a_missing_or_mistyped_field_would_be_noticed() -> None:
+    assert mismatches({"iteration": "1"}, {"iteration": int, "response": str}) == [
+        "$.response is missing",
+        "$.iteration: '1'",
+    ]
+    assert mismatches([{"a": 1}, {"a": None}], [{"a": int}]) == ["$[1].a: None"]
+
+
+def test_a_file_that_is_cut_anywhere_reads_up_to_its_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    lines = written(path, record(1, response="é€ {}"), record(2, response="\n"), metadata=RunMetadata(run_id="c1"))
+    data = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
+    for cut in sorted({*range(0, len(data), 13), *ends, *(end - 1 for end in ends)}):
+        path.write_bytes(data[:cut])
+        # A line without its line end is whole as soon as its last brace is there.
+        assert read_trajectory(path) == lines[: sum(end - 1 <= cut for end in ends)]
+
+
+def test_a_run_that_has_only_begun_has_left_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with TrajectoryWriter(path, metadata=RunMetadata(run_id="c1", episode_id="e", task="t")) as writer:
+        writer.write_metadata()
+        (line,) = read_trajectory(path)
+        writer.write_iteration(record())
+    assert [line[name] for name in ("type", "run_id", "episode_id", "task")] == ["metadata", "c1", "e", "t"]
+    assert [line["type"] for line in read_trajectory(path)] == ["metadata", "iteration"]
+
+
+@pytest.mark.parametrize(
+    ("before", "types"),
+    [
+        (None, ["metadata", "end"]),
+        (b"", ["end"]),
+        (b'{"type":"metadata"}\n', ["metadata", "end"]),
+        (b'{"type":"metadata"}\n{"type":"iter', ["metadata", "end"]),
+        (b'{"type":"metadata"}\n{"type":"end","stop_reason":"own"}\n', ["metadata", "end"]),
+        (b'{"type":"end","stop_reason":"own"}\n', ["end"]),
+    ],
+    ids=["no-file", "empty", "killed", "torn", "ended", "only-an-end"],
+)
+def test_the_end_of_a_run_is_added_where_its_process_could_not(
+    tmp_path: Path, before: bytes | None, types: list[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    if before is not None:
+        path.write_bytes(before)
+    for _ in range(2):
+        write_missing_end(
+            path, metadata=RunMetadata(run_id="c1"), stop_reason="failed", error=f"killed {SECRET}", secrets=(SECRET,)
+        )
+    lines = read_trajectory(path)
+    assert [line["type"] for line in lines] == types
+    assert lines[-1]["stop_reason"] == ("own" if before and b"own" in before else "failed")
+    assert SECRET not in path.read_text()
+
+
+def test_the_folder_of_a_run_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
+    assert not write_missing_end(tmp_path / "gone" / "t.jsonl", metadata=RunMetadata(), stop_reason="failed")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_comes_into_being_with_the_first_line_for_its_owner_only(tmp_path: Path) -> None:
