@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_runs(commands)
+    _add_export(commands)
     return parser
 
 
@@ -91,8 +92,11 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="look for processes that outlived their kernel")
-    parser.add_argument("--sweep", action="store_true", help="kill them, and confirm that they are gone")
+    parser = commands.add_parser(
+        "doctor", help="check the installation, and look for processes that outlived their kernel"
+    )
+    parser.add_argument("--sweep", action="store_true", help="only kill such processes, and confirm that they are gone")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(command=_doctor)
 
 
@@ -101,6 +105,14 @@ def _add_runs(commands: Commands) -> None:
     from rlm_kernel.jupyter import runs_command
 
     runs_command.add_arguments(commands.add_parser("runs", help="what is kept of earlier episodes"))
+
+
+def _add_export(commands: Commands) -> None:
+    from rlm_kernel.jupyter import export_command
+
+    parser = commands.add_parser("export", help="write a run to a notebook (.ipynb) or a trajectory (.jsonl)")
+    export_command.add_arguments(parser)
+    parser.set_defaults(command=export_command.run)
 
 
 def _add_model(parser: argparse.ArgumentParser, *, default: str | None) -> None:

@@ -10,15 +10,17 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from rlm_kernel.errors import ConfigurationError, RLMError, UsageMistake
 from rlm_kernel.jupyter.displays import Table, status_table
-from rlm_kernel.jupyter.offthread import run_off_thread, wait_here
 from rlm_kernel.session.config import SETTINGS
+from rlm_kernel.session.offthread import run_off_thread, wait_here
 from rlm_kernel.session.session import RLMSession
 from rlm_kernel.values import CleanupReport
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_USAGE = "%rlm [status [ID] | model [SPEC] | config [NAME[=VALUE]] | reset | close | cleanup [--abandon]]"
+_USAGE = (
+    "%rlm [status [ID] | model [SPEC] | config [NAME[=VALUE]] | reset | close | cleanup [--abandon] | export ID OUT]"
+)
 
 _HELP = {
     "status": "status [ID]: the children, or one of them",
@@ -30,6 +32,10 @@ _HELP = {
     "reset": "reset: stop the children and begin a new episode; your variables stay",
     "close": "close: stop the children; results and handles stay usable",
     "cleanup": "cleanup [--abandon]: try again to confirm exits; --abandon goes on without them",
+    "export": (
+        "export ID OUT.ipynb|OUT.jsonl [--force] [--tree]: write a run to a file; ID is a child, root (the latest run of "
+        "%%rlm), an episode, or EPISODE/RUN"
+    ),
 }
 
 
@@ -53,6 +59,7 @@ class RLMMagics(Magics):
         %rlm reset                    stop the children and begin a new episode; your variables stay
         %rlm close                    stop the children; results and handles stay usable
         %rlm cleanup [--abandon]      try again to confirm exits, or go on without them
+        %rlm export ID OUT            write a run to OUT.ipynb, which runs again, or to OUT.jsonl
         """
         command, _, rest = line.strip().partition(" ")
         rest = rest.strip()
@@ -64,6 +71,7 @@ class RLMMagics(Magics):
             "reset": self._reset,
             "close": self._close,
             "cleanup": self._cleanup,
+            "export": self._export,
         }
         if command not in commands:
             raise UsageError(f"%rlm has no {command!r}. {_USAGE}")
@@ -109,6 +117,11 @@ class RLMMagics(Magics):
             return status_table(session.supervisor.status([(rest, None)]), f"child {rest}")
         statuses = session.supervisor.status()
         return status_table(statuses, f"{len(statuses)} children in episode {session.episode_id}")
+
+    def _export(self, rest: str) -> None:
+        from rlm_kernel.jupyter.export_command import export_line
+
+        print(export_line(rest, self._session))
 
     # -- configuring
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from rlm_kernel.errors import ConfigurationError
 from rlm_kernel.session.config import Settings
-from rlm_kernel.session.rundir import RUN_FILE, default_root, episode_folders, prune
+from rlm_kernel.session.rundir import episode_folders, prune, runs_root
+from rlm_kernel.stored_runs import read_run_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def list_runs(_args: argparse.Namespace) -> int:
     if not folders:
         print(f"no runs in {_root()}")
     for folder in folders:
-        content = _read(folder)
+        content = read_run_file(folder)
         children = content.get("children", [])
         print(
             f"{content.get('episode_id', folder.name):14} {_when(content)}  {len(children):3} children  "
@@ -52,7 +52,7 @@ def show_run(args: argparse.Namespace) -> int:
         what = "no episode is" if not fitting else f"{len(fitting)} episodes are"
         raise ConfigurationError("ID", args.id, f"{what} called like this; see `rlm-kernel runs list`")
     [folder] = fitting
-    content = _read(folder)
+    content = read_run_file(folder)
     print(f"episode {content.get('episode_id', '?')} in {folder}")
     print(
         f"started {_when(content)}, model {content.get('model') or '-'}, {'ended' if content.get('ended') else 'not ended'}"
@@ -85,21 +85,11 @@ def prune_runs(args: argparse.Namespace) -> int:
 
 
 def _root() -> Path:
-    configured = Settings()["run_dir"]
-    return Path(configured).expanduser() if configured else default_root()
+    return runs_root(Settings()["run_dir"])
 
 
 def _folders() -> list[Path]:
     return sorted(episode_folders(_root()), key=lambda path: path.name, reverse=True)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Read an episode's ``run.json``; one that cannot be read is shown as an episode of which nothing is known."""
-    try:
-        content = json.loads((folder / RUN_FILE).read_text("utf-8", "replace"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _when(content: dict[str, Any]) -> str:

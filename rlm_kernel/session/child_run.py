@@ -12,6 +12,7 @@ import functools
 import os
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.children.worker import Link, StopRequested
@@ -20,15 +21,17 @@ from rlm_kernel.credentials import secret_values
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.environment.interpreter import Interpreter, make_shell
 from rlm_kernel.errors import ChildFailedError
-from rlm_kernel.loop.prompts import PromptFeatures
+from rlm_kernel.loop.prompts import PromptFeatures, QueryMetadata
 from rlm_kernel.loop.runner import LoopRunner, RunEvents
-from rlm_kernel.loop.trajectory import RunMetadata, TrajectoryWriter
+from rlm_kernel.loop.trajectory import MAX_FIELD_CHARS, RunMetadata, TrajectoryWriter
 from rlm_kernel.session import contexts
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
+from rlm_kernel.session.kept_contexts import describe_kept
 from rlm_kernel.session.model_repl import ModelREPL
 from rlm_kernel.session.models import ModelAccess
 from rlm_kernel.session.ports import LinkPort, checked
-from rlm_kernel.session.tasks import Inherited, sendable_text, unpack_inherited, unpack_task
+from rlm_kernel.session.structured import SCHEMA_VARIABLE, AnswerCheck, describe_form, why_no_answer
+from rlm_kernel.session.tasks import ChildTask, Inherited, sendable_text, unpack_inherited, unpack_task
 from rlm_kernel.values import CodeResult, Usage
 from rlm_kernel.wire import messages as m
 
@@ -47,6 +50,7 @@ def warm_up() -> None:
     from rlm_kernel.clients import openai_compatible
 
     openai_compatible.prewarm()
+    AnswerCheck.of({"type": "object"})
     interpreter = Interpreter(shell(), echo=False)
     interpreter.execute("None")
     interpreter.execute("raise ValueError('warming up')")
@@ -77,7 +81,11 @@ def run(link: Link, start: m.Start) -> str:
     finalization, functions = _furnish(link, interpreter, models, inherited, start, context)
     if task.context is not None:
         interpreter.namespace["task"] = task.prompt
-    repl = ModelREPL(interpreter, finalization, models, context, functions)
+    check, form = None, ""
+    if task.schema_json is not None:
+        check, form = AnswerCheck.from_json(task.schema_json), describe_form(task.schema_json, variable=True)
+        interpreter.namespace[SCHEMA_VARIABLE] = check.schema
+    repl = ModelREPL(interpreter, finalization, models, context, functions, check)
     with TrajectoryWriter(
         start.trajectory_path or os.devnull,
         metadata=RunMetadata(
@@ -87,17 +95,23 @@ def run(link: Link, start: m.Start) -> str:
             run_id=start.id,
             parent_id=start.parent_id,
             depth=start.depth,
+            episode_id=inherited.episode_id,
             task=task.prompt,
+            context=_described(task, context, repl.context_metadata(), start.trajectory_path, secrets),
+            answer_schema=None if task.schema_json is None else task.schema_json.decode(),
         ),
         secrets=secrets,
     ) as trajectory:
+        trajectory.write_metadata()
         runner = LoopRunner(
             models,
             repl,
             max_iterations=inherited.max_iterations,
             features=features(start.depth, inherited.max_depth),
+            system_prompt=inherited.system_prompt,
             trajectory=trajectory,
             task_variable="context" if task.context is None else "task",
+            answer_form=form,
             events=RunEvents(
                 before_model_call=lambda messages: _with_messages(link, _check_stop(link, messages)),
                 on_block_end=lambda _iteration, _index, _code, result: _check_memory(inherited, result),
@@ -109,8 +123,18 @@ def run(link: Link, start: m.Start) -> str:
     if result.answer is None:
         raise ChildFailedError(
             f"the run ended without an answer ({result.stop_reason} after {result.iterations} iterations)"
+            + ("" if check is None else why_no_answer(check))
         )
     return sendable_text(result.answer.text)
+
+
+def _described(
+    task: ChildTask, context: Any, metadata: QueryMetadata, trajectory_path: str, secrets: tuple[str, ...]
+) -> dict[str, Any]:
+    """Describe the context for the trajectory. One that is the task is in there already, unless it is too long for it."""
+    if task.context is None and len(context) <= MAX_FIELD_CHARS:
+        return {"type": "str", "length": len(context), "is_task": True}
+    return describe_kept(context, metadata, Path(trajectory_path).parent if trajectory_path else None, secrets)
 
 
 def _check_stop(link: Link, messages: list[Any]) -> list[Any]:

@@ -23,6 +23,13 @@ from rlm_kernel.values import ManagedChildConfig
 JUPYTER_SHUTDOWN_WAIT_S = 5.0
 """Jupyter's default wait for a shutdown; half of it passes before SIGTERM is sent (`KernelManager.shutdown_wait_time`)."""
 
+SHUTDOWN_WAIT_VARIABLE = "RLM_KERNEL_SHUTDOWN_WAIT"
+"""Variable by which a launcher tells the kernel that it waits longer: ``PID:SECONDS``, with the launcher's pid."""
+
+KEEP_ALIVE_S = (0.5, 3600.0)
+"""Bounds of ``keep_alive_s``. jupyter_client takes a kernel for ready when nothing has come for 0.2 s: signs in quick succession
+would hold it up."""
+
 
 def _text(text: str) -> str | None:
     return None if text.strip().lower() in ("", "none") else text.strip()
@@ -48,6 +55,16 @@ def _dotted(text: str) -> Callable[..., Any] | None:
     if not callable(found):
         raise ValueError(text)
     return found
+
+
+def _switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in (*_YES, *_NO):
+        raise ValueError(text)
+    return word in _YES
+
+
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -102,13 +119,39 @@ SETTINGS: dict[str, Setting] = {
     "preload": Setting(_names, "names, separated by commas", "modules that the nursery imports before it forks"),
     "run_dir": Setting(_text, "a directory", "where trajectories and logs are kept", "RLM_RUN_DIR"),
     "keep_runs": Setting(_whole, "a whole number", "episodes whose files are kept"),
+    "keep_alive_s": Setting(
+        _number,
+        "a number of seconds or none",
+        "seconds between signs of live children to a culling server",
+        "RLM_KEEP_ALIVE_S",
+    ),
+    "limits_locked": Setting(_switch, "true or false", "whether notebooks may lower limits only, not raise them"),
 }
+
+LOCKABLE = (
+    "max_depth",
+    "max_iterations",
+    "max_children_total",
+    "max_children_per_batch",
+    "max_concurrent_children",
+    "per_child_timeout_s",
+    "memory_limit_bytes",
+    "max_total_tokens",
+    "max_concurrent_model_calls",
+    "shutdown_grace_s",
+    "terminate_grace_s",
+    "kill_grace_s",
+    "keep_runs",
+)
+"""What ``limits_locked`` holds at its value of the moment at which it was locked, or below. None is no limit, so above all others."""
 
 _DEFAULTS: dict[str, Any] = {
     "model": None,
     "client_factory": None,
     "run_dir": None,
     "keep_runs": 100,
+    "keep_alive_s": 10.0,
+    "limits_locked": False,
     **{
         name: ManagedChildConfig.__dataclass_fields__[name].default
         for name in SETTINGS
@@ -142,11 +185,19 @@ class Settings:
 
     def __init__(self, configured: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self._values = dict(_DEFAULTS)
+        self._shutdown_wait_s = _announced_wait_s(environ)
+        self._caps: dict[str, Any] | None = None
         self.warnings: list[str] = []
         self._change(dict(configured or {}))
         variables = {n: s.env for n, s in SETTINGS.items() if s.env and environ.get(s.env, "").strip()}
         # All at once: whether a model name must be a spec depends on whether there is a factory.
         self._change({n: _parsed(v, SETTINGS[n], environ[v]) for n, v in variables.items()}, shown=variables)
+        self._lock()
+
+    def _lock(self) -> None:
+        """Hold the limits at what is in force now, if they are to be locked. Who starts the kernel decides: files and environment count."""
+        if self._values["limits_locked"] and self._caps is None:
+            self._caps = {name: self._values[name] for name in LOCKABLE}
 
     @classmethod
     def from_traitlets(cls, rlm: Configurable, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -157,6 +208,24 @@ class Settings:
             if value != _DEFAULTS[name]:
                 given[name] = _parsed(name, setting, value) if isinstance(value, str) else value
         return cls(given, environ)
+
+    @classmethod
+    def read(
+        cls, rlm: Configurable, environ: Mapping[str, str] = os.environ
+    ) -> tuple[Settings, ConfigurationError | None]:
+        """Read them like `from_traitlets`, where a bad value must not keep a kernel from starting: nobody would see why.
+
+        Returns:
+            the settings, and what was wrong. Then they are those of the config files alone, or the defaults; locked they are in any case
+            if the config files say so, lest a bad variable be a way around it.
+        """
+        try:
+            return cls.from_traitlets(rlm, environ), None
+        except ConfigurationError as error:
+            try:
+                return cls.from_traitlets(rlm, {}), error
+            except ConfigurationError:
+                return cls({"limits_locked": bool(rlm.trait_values()["limits_locked"])}, {}), error
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -208,6 +277,7 @@ class Settings:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
         self._change({"client_factory": value, "model": None} if name == "client_factory" and value else {name: value})
+        self._lock()
 
     def _setting(self, name: str) -> Setting:
         if name not in SETTINGS:
@@ -228,16 +298,20 @@ class Settings:
             if shown is None or error.field not in shown:
                 raise
             raise ConfigurationError(shown[error.field], error.value, error.reason) from None
+        if self._caps is not None:
+            _check_caps(values, self._caps)
         self._values = values
         self._warn_about_graces()
 
     def _warn_about_graces(self) -> None:
         total = sum(self._values[n] for n in ("shutdown_grace_s", "terminate_grace_s", "kill_grace_s"))
+        wait_s = self._shutdown_wait_s / 2
         warning = (
-            f"the graces add up to {total:g} s; a Jupyter server sends SIGTERM {JUPYTER_SHUTDOWN_WAIT_S / 2:g} s after a "
-            "shutdown request unless its wait is raised"
+            f"the graces add up to {total:g} s; a Jupyter server sends SIGTERM {wait_s:g} s after a "
+            "shutdown request unless its wait is raised, which `rlm-kernel install --provisioner` does for graces that "
+            "environment variables set"
         )
-        self.warnings = [warning] if total >= JUPYTER_SHUTDOWN_WAIT_S / 2 else []
+        self.warnings = [warning] if total >= wait_s else []
 
     def managed(self) -> ManagedChildConfig | None:
         """Return the configuration of children, None if no model is configured."""
@@ -273,9 +347,46 @@ def _check(values: Mapping[str, Any]) -> None:
     keep = values["keep_runs"]
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigurationError("keep_runs", keep, "must be a whole number of at least 1")
+    _check_keep_alive(values["keep_alive_s"])
+    if not isinstance(values["limits_locked"], bool):
+        raise ConfigurationError("limits_locked", values["limits_locked"], "must be true or false")
     if values["run_dir"] is not None and not isinstance(values["run_dir"], str | os.PathLike):
         raise ConfigurationError("run_dir", values["run_dir"], "must be a directory")
     _managed(values)
+
+
+def _check_caps(values: Mapping[str, Any], caps: Mapping[str, Any]) -> None:
+    if not values["limits_locked"]:
+        raise ConfigurationError("limits_locked", False, "limits that are locked stay so until the kernel starts anew")
+    for name, cap in caps.items():
+        value = values[name]
+        if cap is not None and (value is None or value > cap):
+            raise ConfigurationError(
+                name, value, f"limits are locked in this kernel (limits_locked), and this one may be at most {cap!r}"
+            )
+
+
+def _check_keep_alive(seconds: Any) -> None:
+    if seconds is None:
+        return
+    shortest, longest = KEEP_ALIVE_S
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not shortest <= seconds <= longest:
+        reason = (
+            f"must be {shortest:g} to {longest:g} seconds, or none (then servers may cull a kernel with live children)"
+        )
+        raise ConfigurationError("keep_alive_s", seconds, reason)
+
+
+def _announced_wait_s(environ: Mapping[str, str]) -> float:
+    """Return how long this kernel's launcher waits for its shutdown.
+
+    Kernels further down inherit the variable, and it does not speak of them: so it names the launcher.
+    """
+    pid, _, seconds = environ.get(SHUTDOWN_WAIT_VARIABLE, "").partition(":")
+    try:
+        return float(seconds) if int(pid) == os.getppid() else JUPYTER_SHUTDOWN_WAIT_S
+    except ValueError:
+        return JUPYTER_SHUTDOWN_WAIT_S
 
 
 def _not_configured() -> None:

@@ -10,14 +10,15 @@ from typing import Any
 from rlm_kernel.children.core import Ref
 from rlm_kernel.errors import ChildFailedError, ResultNotReady, RLMError, UsageMistake
 from rlm_kernel.session.ports import ChildrenPort
+from rlm_kernel.session.structured import AnswerForm
 from rlm_kernel.values import ChildState, ChildStatus
 
 
 class ChildHandle:
     """A child that was started in the background. Valid within its episode only.
 
-    ``await handle`` gives the answer at the top level of a cell. Handles are hashable, and equal if they name the same
-    child.
+    ``await handle`` gives the answer at the top level of a cell: the text, or the object where a schema was given. Handles
+    are hashable, and equal if they name the same child.
 
     Attributes:
         id: short, readable, unique in the kernel process.
@@ -26,10 +27,13 @@ class ChildHandle:
         episode_id: the episode it belongs to.
     """
 
-    __slots__ = ("_port", "depth", "episode_id", "id", "name")
+    __slots__ = ("_form", "_port", "depth", "episode_id", "id", "name")
 
-    def __init__(self, port: ChildrenPort, status: ChildStatus, episode_id: str) -> None:
+    def __init__(
+        self, port: ChildrenPort, status: ChildStatus, episode_id: str, form: AnswerForm | None = None
+    ) -> None:
         self._port = port
+        self._form = form
         self.id = status.id
         self.name = status.name
         self.depth = status.depth
@@ -47,14 +51,14 @@ class ChildHandle:
         """Wait until the child has ended, or ``timeout_s`` seconds have passed. A timeout does not touch the child."""
         return self._port.wait([self.ref], check_timeout(timeout_s), False)[0]
 
-    def result(self) -> str:
-        """Return the answer.
+    def result(self) -> Any:
+        """Return the answer: its text, or the object that it builds where a schema was given.
 
         Raises:
             ResultNotReady: the child has not ended yet.
             ChildFailedError: it ended without an answer.
         """
-        return result_of(self.status())
+        return answer_of(self.status(), self._form)
 
     def cancel(self, *, grace_s: float | None = None) -> ChildStatus:
         """Stop the child and its descendants; returns when their exits are confirmed.
@@ -75,7 +79,7 @@ class ChildHandle:
         """
         self._port.send(self.ref, check_message(message))
 
-    def __await__(self) -> Generator[Any, None, str]:
+    def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -148,3 +152,13 @@ def result_of(status: ChildStatus) -> str:
     late = " (an answer that came too late is in its status)" if status.result is not None else ""
     why = f": {status.error}" if status.error else ""
     raise ChildFailedError(f"{status.id} {status.state}{why}{late}", status)
+
+
+def answer_of(status: ChildStatus, form: AnswerForm | None) -> Any:
+    """Return the answer of a child that has ended: its text, or the object that it builds.
+
+    Raises:
+        ResultNotReady, ChildFailedError: as `result_of`; also if the text does not build the object.
+    """
+    text = result_of(status)
+    return text if form is None else form.object_of(text, status)

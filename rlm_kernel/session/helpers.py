@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlm_kernel.children.core import Ref
@@ -23,9 +23,10 @@ from rlm_kernel.errors import (
     WaitTimedOut,
 )
 from rlm_kernel.session.contexts import SharedContext
-from rlm_kernel.session.handles import ChildHandle, check_message, check_timeout, result_of
+from rlm_kernel.session.handles import ChildHandle, answer_of, check_message, check_timeout
 from rlm_kernel.session.models import ModelAccess
 from rlm_kernel.session.ports import ChildrenPort, ChildRequest
+from rlm_kernel.session.structured import AnswerForm, answer_form, ask_directly
 from rlm_kernel.session.tasks import sendable_text
 from rlm_kernel.values import ChildStatus
 
@@ -53,6 +54,22 @@ HIDDEN_NAMES = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit
 HandleLike = ChildHandle | str
 
 
+class AnswerForms:
+    """Which answers are to become objects, by child, for whoever asks with an id instead of a handle. One episode's."""
+
+    def __init__(self) -> None:
+        self._episode_id = ""
+        self._forms: dict[str, AnswerForm] = {}
+
+    def keep(self, handle: ChildHandle, form: AnswerForm) -> None:
+        if handle.episode_id != self._episode_id:
+            self._episode_id, self._forms = handle.episode_id, {}
+        self._forms[handle.id] = form
+
+    def of(self, child_id: str) -> AnswerForm | None:
+        return self._forms.get(child_id)
+
+
 @dataclass(frozen=True, slots=True)
 class HelperEnvironment:
     """Where the helpers run.
@@ -67,6 +84,7 @@ class HelperEnvironment:
         may_block: called before a blocking query; raises if the episode does not allow it.
         on_share: told of each shared context.
         batch_limit: gives how many children one batch may start, None for no limit.
+        forms: what answers that were asked for with a schema become.
     """
 
     children: Callable[[], ChildrenPort]
@@ -78,6 +96,7 @@ class HelperEnvironment:
     may_block: Callable[[], None] = lambda: None
     on_share: Callable[[SharedContext], None] = lambda _shared: None
     batch_limit: Callable[[], int | None] = lambda: None
+    forms: AnswerForms = field(default_factory=AnswerForms)
 
 
 class Helpers:
@@ -139,29 +158,32 @@ class Helpers:
             model: model for the child, None for the configured one.
             blocking: wait and return the answer; with False return a `ChildHandle` at once.
             context: what the child finds in its ``context``; the prompt if None.
-            schema: reserved for structured answers.
+            schema: what the answer must look like: a pydantic model or any type that pydantic can check (``list[int]``, a
+                dataclass, …), or a JSON schema as a dict. The child's answer is checked against it, and the child told
+                what is wrong while it has iterations left; what is returned here is the built object.
             timeout_s: wall-clock seconds that the child may take, None for the configured limit.
             name: a readable name for displays.
 
         Returns:
-            the answer, or a handle.
+            the answer (its text, or the object that ``schema`` describes), or a handle.
 
         Raises:
             ManagedModeRequired, ModelNotConfigured: no model is configured; the message shows the line to type.
-            ChildFailedError: the child ended without an answer (blocking only).
+            UsageMistake: an argument is wrong; the message names it.
+            ChildFailedError: the child ended without an answer, or without one that fits ``schema`` (blocking only).
             ChildLimitError: a limit is reached (nonblocking; a blocking call returns ``Error: … exceeded``).
         """
-        request = self._request(prompt, model, context, schema, timeout_s, name)
+        request = self._request(prompt, model, context, answer_form(schema), timeout_s, name)
         if not blocking:
             return self._start([request])[0]
         self._env.may_block()
         if self._at_depth_limit():
-            return self._env.models().ask(_with_context(request), model)
+            return self._ask_directly(request)
         try:
             handle = self._begin([request])[0]
         except ChildLimitError as error:
             return f"Error: {error.limit} exceeded"
-        return result_of(handle.wait())
+        return answer_of(handle.wait(), request.form)
 
     def rlm_query_batched(
         self,
@@ -179,6 +201,7 @@ class Helpers:
         Args:
             prompts: one task per child.
             context: the same context for all, or a list with one entry per prompt.
+            schema: the same schema for all, or a list with one entry per prompt.
 
         The other arguments are those of `rlm_query`; ``name`` gets the position appended.
 
@@ -186,14 +209,14 @@ class Helpers:
             the answers in order, where a failed or surplus entry is ``Error: …``; or handles. A nonblocking batch
             starts all of its children or none.
         """
-        _check_batch(prompts)
+        forms = _forms_for(_check_batch(prompts), schema)
         with contextlib.ExitStack() as stack:
             is_one = not (context is None or isinstance(context, list | SharedContext))
             if is_one and len(prompts) > 1 and not self._at_depth_limit():
                 # One snapshot for all, rather than a copy for each. Let go when every child has its own descriptor of it.
                 context = stack.enter_context(contextlib.closing(SharedContext(context)))
             contexts = _contexts_for(prompts, context)
-            return self._batch(prompts, model, contexts, blocking, schema, timeout_s, name)
+            return self._batch(prompts, model, contexts, blocking, forms, timeout_s, name)
 
     def _batch(
         self,
@@ -201,22 +224,45 @@ class Helpers:
         model: str | None,
         contexts: list[Any],
         blocking: bool,
-        schema: Any,
+        forms: Sequence[AnswerForm | None],
         timeout_s: float | None,
         name: str | None,
     ) -> Any:
         requests = [
-            self._request(p, model, c, schema, timeout_s, None if name is None else f"{name}-{i + 1}", f"prompts[{i}]")
-            for i, (p, c) in enumerate(zip(prompts, contexts, strict=True))
+            self._request(p, model, c, form, timeout_s, None if name is None else f"{name}-{i + 1}", f"prompts[{i}]")
+            for i, (p, c, form) in enumerate(zip(prompts, contexts, forms, strict=True))
         ]
         if not blocking:
             return self._start(requests)
         self._env.may_block()
         if self._at_depth_limit():
-            return self._env.models().ask_batch([_with_context(request) for request in requests], model)
+            return self._ask_batch_directly(requests, model)
         return self._run_batch(requests)
 
-    def _run_batch(self, requests: list[ChildRequest]) -> list[str]:
+    def _ask_directly(self, request: ChildRequest) -> Any:
+        """At the depth limit, ask the model itself."""
+        models = self._env.models()
+        if request.form is None:
+            return models.ask(_with_context(request), request.model)
+        [outcome] = ask_directly(
+            lambda prompts: [models.ask(prompt, request.model) for prompt in prompts],
+            [_with_context(request)],
+            [request.form],
+        )
+        if isinstance(outcome, ChildFailedError):
+            raise outcome
+        return outcome
+
+    def _ask_batch_directly(self, requests: Sequence[ChildRequest], model: str | None) -> list[Any]:
+        models = self._env.models()
+        outcomes = ask_directly(
+            lambda prompts: models.try_batch(prompts, model),
+            [_with_context(request) for request in requests],
+            [request.form for request in requests],
+        )
+        return [f"Error: {outcome}" if isinstance(outcome, Exception) else outcome for outcome in outcomes]
+
+    def _run_batch(self, requests: list[ChildRequest]) -> list[Any]:
         """Start what the limits allow, one by one, and wait for all of it: one failed or surplus entry never loses the others."""
         started: list[ChildHandle | str] = []
         limit = self._env.batch_limit()
@@ -231,7 +277,10 @@ class Helpers:
                 started.append(f"Error: {error}")
         handles = [entry for entry in started if isinstance(entry, ChildHandle)]
         statuses = iter(self._env.children().wait([h.ref for h in handles], None, False) if handles else [])
-        return [_answer_or_error(next(statuses)) if isinstance(entry, ChildHandle) else entry for entry in started]
+        return [
+            _answer_or_error(next(statuses), request.form) if isinstance(entry, ChildHandle) else entry
+            for entry, request in zip(started, requests, strict=True)
+        ]
 
     # -- looking at children
 
@@ -270,14 +319,15 @@ class Helpers:
         statuses = dict(zip(distinct, self._env.children().wait(distinct, timeout, return_when == "any"), strict=True))
         return statuses[refs[0]] if single else [statuses[ref] for ref in refs]
 
-    def rlm_result(self, handle: HandleLike) -> str:
-        """Return a child's answer.
+    def rlm_result(self, handle: HandleLike) -> Any:
+        """Return a child's answer: its text, or the object that it builds where a schema was given.
 
         Raises:
             ResultNotReady: it has not ended yet.
             ChildFailedError: it ended without an answer.
         """
-        return result_of(self._env.children().status([_ref(handle)])[0])
+        ref = _ref(handle)
+        return answer_of(self._env.children().status([ref])[0], self._env.forms.of(ref[0]))
 
     def rlm_as_completed(self, handles: Iterable[HandleLike], timeout_s: float | None = None) -> Iterator[ChildStatus]:
         """Give the statuses of children as they end.
@@ -348,22 +398,18 @@ class Helpers:
         prompt: object,
         model: str | None,
         context: Any,
-        schema: Any,
+        form: AnswerForm | None,
         timeout_s: object,
         name: str | None,
         argument: str = "prompt",
     ) -> ChildRequest:
-        if schema is not None:
-            raise UsageMistake(
-                "schema=: structured answers are not available in this version; ask for JSON in the prompt"
-            )
         if name is not None and not isinstance(name, str):
             raise UsageMistake(f"name={name!r}: must be a string")
         timeout = check_timeout(timeout_s)
         if timeout == 0:
             raise UsageMistake("timeout_s=0: a child needs some time; give a positive number of seconds, or None")
         shown_name = sendable_text(name or "")
-        return ChildRequest(_check_prompt(prompt, argument), _check_model(model), context, timeout, shown_name)
+        return ChildRequest(_check_prompt(prompt, argument), _check_model(model), context, timeout, shown_name, form)
 
     def _at_depth_limit(self) -> bool:
         return self._env.depth + 1 >= self._env.max_depth()
@@ -377,12 +423,19 @@ class Helpers:
             return []
         port = self._env.children()
         episode_id = self._env.episode_id()
-        return [ChildHandle(port, status, episode_id) for status in port.start(requests)]
+        handles = [
+            ChildHandle(port, status, episode_id, request.form)
+            for status, request in zip(port.start(requests), requests, strict=True)
+        ]
+        for handle, request in zip(handles, requests, strict=True):
+            if request.form is not None:
+                self._env.forms.keep(handle, request.form)
+        return handles
 
 
-def _answer_or_error(status: ChildStatus) -> str:
+def _answer_or_error(status: ChildStatus, form: AnswerForm | None) -> Any:
     try:
-        return result_of(status)
+        return answer_of(status, form)
     except ChildFailedError as error:
         return f"Error: {error}"
 
@@ -423,6 +476,16 @@ def _contexts_for(prompts: Sequence[str], context: Any) -> list[Any]:
             f"context has {len(context)} entries for {len(prompts)} prompts; give one per prompt, or a single object"
         )
     return context
+
+
+def _forms_for(prompts: Sequence[str], schema: Any) -> list[AnswerForm | None]:
+    if not isinstance(schema, list):
+        return [answer_form(schema)] * len(prompts)
+    if len(schema) != len(prompts):
+        raise UsageMistake(
+            f"schema has {len(schema)} entries for {len(prompts)} prompts; give one per prompt, or a single schema"
+        )
+    return [answer_form(each, f"schema[{i}]") for i, each in enumerate(schema)]
 
 
 def _with_context(request: ChildRequest) -> str:

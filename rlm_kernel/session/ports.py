@@ -18,6 +18,7 @@ from rlm_kernel.children.supervisor import Supervisor
 from rlm_kernel.children.worker import Link
 from rlm_kernel.credentials import without_secrets
 from rlm_kernel.session import contexts
+from rlm_kernel.session.structured import AnswerForm
 from rlm_kernel.session.tasks import CHILD_ENTRY, ChildTask, pack, preview
 from rlm_kernel.values import ChildStatus
 from rlm_kernel.wire import messages as m
@@ -38,6 +39,7 @@ class ChildRequest:
     context: Any = None
     timeout_s: float | None = None
     name: str = ""
+    form: AnswerForm | None = None
 
 
 class ChildrenPort(Protocol):
@@ -64,7 +66,8 @@ class ChildrenPort(Protocol):
 
 def _encode_task(request: ChildRequest, hold: contexts.Hold) -> tuple[bytes, tuple[int, ...]]:
     encoded, fds = (None, ()) if request.context is None else contexts.encode(request.context, hold)
-    return pack(ChildTask.of(request.prompt, request.model, encoded)), fds
+    schema_json = None if request.form is None else request.form.schema_json
+    return pack(ChildTask.of(request.prompt, request.model, encoded, schema_json)), fds
 
 
 @dataclass(frozen=True, slots=True)

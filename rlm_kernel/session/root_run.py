@@ -24,8 +24,9 @@ from rlm_kernel.loop.prompts import PromptFeatures
 from rlm_kernel.loop.runner import LoopResult, LoopRunner, RunEvents
 from rlm_kernel.loop.trajectory import RunMetadata, TrajectoryWriter
 from rlm_kernel.session.helpers import HIDDEN_NAMES, Helpers
+from rlm_kernel.session.kept_contexts import describe_kept
 from rlm_kernel.session.model_repl import ModelREPL
-from rlm_kernel.session.session import ROOT_RUN, RLMSession
+from rlm_kernel.session.session import RLMSession
 from rlm_kernel.values import ChildStatus, CleanupReport
 
 if TYPE_CHECKING:
@@ -90,13 +91,15 @@ def run_in_namespace(
     interpreter = Interpreter(shell, echo=echo)
     repl = ModelREPL(interpreter, finalization, models, context, functions)
     before = {status.id for status in session.supervisor.status()}
-    path = session.root_trajectory_path()
+    run_id, path = session.new_root_run()
     turns = session.settings["max_iterations"] if max_iterations is None else max_iterations
     with (
         _run_names(shell.user_ns, {**functions, "context": context, "answer": finalization.answer_dict}),
         contextlib.ExitStack() as stack,
     ):
-        trajectory = stack.enter_context(_trajectory(session, path, turns, task))
+        kept = describe_kept(context, repl.context_metadata(), session.run_folder, secret_values(os.environ))
+        trajectory = stack.enter_context(_trajectory(session, run_id, path, turns, task, kept))
+        trajectory.write_metadata()
         runner = LoopRunner(
             models,
             repl,
@@ -109,6 +112,7 @@ def run_in_namespace(
         try:
             result = runner.run(task)
         finally:
+            session.note_root_run(run_id, children=[status.id for status in _started(session, before)])
             report = off_thread(lambda: _stop_started(session, before))
     session.check_may_run()
     return _result(session, result, before, report, path)
@@ -121,13 +125,17 @@ def _features(session: RLMSession) -> PromptFeatures:
     )
 
 
-def _trajectory(session: RLMSession, path: str, turns: int, task: str) -> TrajectoryWriter:
+def _trajectory(
+    session: RLMSession, run_id: str, path: str, turns: int, task: str, context: dict[str, Any]
+) -> TrajectoryWriter:
     metadata = RunMetadata(
         root_model=session.model_name,
         max_depth=session.settings["max_depth"],
         max_iterations=turns,
-        run_id=ROOT_RUN,
+        run_id=run_id,
+        episode_id=session.episode_id,
         task=task,
+        context=context,
     )
     return TrajectoryWriter(path or os.devnull, metadata=metadata, secrets=secret_values(os.environ))
 

@@ -13,8 +13,8 @@ import logging
 import os
 import platform
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,33 @@ def default_root() -> Path:
     from jupyter_core.paths import jupyter_data_dir
 
     return Path(jupyter_data_dir()) / "rlm" / "runs"
+
+
+def write_whole(target: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file under another name and put it in its place, so that a reader finds all of it or what was there before.
+
+    Args:
+        target: the file.
+        data: all of its content.
+        mode: its permissions, less the process's umask.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    written = target.with_name(f".{target.stem}-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(written, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
+            file.write(data)
+        os.replace(written, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(written)
+        raise
+
+
+def runs_root(configured: str | None) -> Path:
+    """Return the folder that holds the runs: the configured one (the setting ``run_dir``), or the default."""
+    return Path(configured).expanduser() if configured else default_root()
 
 
 @dataclass(slots=True)
@@ -83,19 +110,9 @@ class RunFolder:
         """Replace ``run.json``, if the folder exists. A full disk is logged and loses nothing else."""
         if self._path is None:
             return
-        text = json.dumps(_redacted(content, secret_values(os.environ)), indent=1)
+        text = json.dumps(redacted(content, secret_values(os.environ)), indent=1)
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._path, prefix=".run-", delete=False, errors="backslashreplace"
-            ) as file:
-                try:
-                    file.write(text)
-                    file.flush()
-                    os.replace(file.name, self._path / RUN_FILE)
-                except BaseException:
-                    with contextlib.suppress(OSError):
-                        os.unlink(file.name)
-                    raise
+            write_whole(self._path / RUN_FILE, text.encode("utf-8", "backslashreplace"))
         except OSError as error:
             _log.warning("%s was not written: %s", self._path / RUN_FILE, error.strerror)
 
@@ -110,7 +127,7 @@ def prune(root: Path, keep: int, max_total_bytes: int = MAX_TOTAL_BYTES) -> list
     total = 0
     for position, folder in enumerate(sorted(episode_folders(root), key=lambda path: path.name, reverse=True)):
         total += sum(stat.st_size for stat in _file_stats(folder))
-        if (position >= keep or total > max_total_bytes) and not _is_in_use(folder):
+        if (position >= keep or total > max_total_bytes) and not is_in_use(folder):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
@@ -134,12 +151,12 @@ def _file_stats(folder: Path) -> list[os.stat_result]:
     return found
 
 
-def _redacted(value: Any, secrets: tuple[str, ...]) -> Any:
+def redacted(value: Any, secrets: tuple[str, ...]) -> Any:
     """Replace secrets in every text. Before the encoding: a secret with a quote in it looks different afterwards."""
     if isinstance(value, dict):
-        return {key: _redacted(item, secrets) for key, item in value.items()}
+        return {key: redacted(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_redacted(item, secrets) for item in value]
+        return [redacted(item, secrets) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else redact(str(value), secrets)
 
 
@@ -151,7 +168,8 @@ def _was_touched_within(folder: Path, seconds: float) -> bool:
         return True
 
 
-def _is_in_use(folder: Path) -> bool:
+def is_in_use(folder: Path) -> bool:
+    """Tell whether the process that writes an episode down still lives, as far as that can be known."""
     try:
         content = json.loads((folder / RUN_FILE).read_text("utf-8"))
         pid = int(content["pid"])

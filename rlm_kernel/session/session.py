@@ -13,17 +13,19 @@ import contextlib
 import logging
 import os
 import platform
+import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlm_kernel._version import __version__
+from rlm_kernel.children import posix
 from rlm_kernel.children.records import Limits
 from rlm_kernel.children.supervisor import NurserySettings, Supervisor
-from rlm_kernel.credentials import looks_secret
+from rlm_kernel.credentials import looks_secret, secret_values
 from rlm_kernel.environment.finalization import Finalization
 from rlm_kernel.errors import (
     ChildCleanupError,
@@ -32,6 +34,7 @@ from rlm_kernel.errors import (
     ManagedModeRequired,
     ModelNotConfigured,
 )
+from rlm_kernel.loop.trajectory import RunMetadata, write_missing_end
 from rlm_kernel.session.config import Settings
 from rlm_kernel.session.contexts import SharedContext
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
@@ -39,15 +42,21 @@ from rlm_kernel.session.holding import HeldContexts
 from rlm_kernel.session.lifecycle import Lifecycle
 from rlm_kernel.session.models import ModelAccess, describe_model
 from rlm_kernel.session.ports import ChildrenPort, RootPort
-from rlm_kernel.session.rundir import RunFolder, default_root
+from rlm_kernel.session.rundir import RunFolder, runs_root
 from rlm_kernel.session.subcalls import SubcallObserver
 from rlm_kernel.session.tasks import WARM_UP, Inherited, pack, pickle_factory
 from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, Usage
 
+if TYPE_CHECKING:
+    from rlm_kernel.clients.base import ModelClient
+
 _log = logging.getLogger(__name__)
 
 ROOT_RUN = "root"
-"""Run id of a loop that runs in the root's own namespace."""
+"""How the ids of loops in the root's own namespace begin."""
+
+_RUN_FILE_EVERY_S = 1.0
+"""Seconds between two versions of ``run.json`` while children end one after another; the last one is always written."""
 
 
 class RLMSession:
@@ -58,6 +67,7 @@ class RLMSession:
         namespace: the dict into which the helpers go and in which ``FINAL_VAR`` looks names up.
         on_change: called on an observer thread with a status whenever a child changes its state.
         on_warning: called on an observer thread with a line for the user.
+        root_client: makes the root's own model calls, where that is not what the configured factory builds.
     """
 
     def __init__(
@@ -67,11 +77,15 @@ class RLMSession:
         *,
         on_change: Callable[[ChildStatus], None] | None = None,
         on_warning: Callable[[str], None] | None = None,
+        root_client: ModelClient | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         self.settings = settings
+        self._root_client = root_client
+        self._system_prompt = system_prompt
         self.namespace = namespace
         subcalls = SubcallObserver(lambda name: self.settings[name])
-        self._listeners: list[Callable[[ChildStatus], None]] = [subcalls.on_change]
+        self._listeners: list[Callable[[ChildStatus], None]] = [self._on_change, subcalls.on_change]
         if on_change is not None:
             self._listeners.append(on_change)
         self.episode_id = ""
@@ -81,6 +95,9 @@ class RLMSession:
         self._models_for: Any = None
         self._spent = Usage()
         self._reports: list[CleanupReport] = []
+        self._root_runs: dict[str, list[str]] = {}
+        self._files_lock = threading.RLock()  # a final answer's own __str__ may come back here
+        self._run_file_written = 0.0
         self._started_at = time.time()
         self._ended = False
         self._pid = os.getpid()
@@ -101,7 +118,8 @@ class RLMSession:
             children=self._children,
             models=self.models,
             depth=0,
-            max_depth=lambda: self.settings["max_depth"],
+            # Where nothing can be forked, a blocking query is what it is at the depth limit: one model call.
+            max_depth=lambda: self.settings["max_depth"] if posix.CAN_FORK else 1,
             episode_id=lambda: self.episode_id,
             may_start=self._check_may_start,
             may_block=self.check_may_run,
@@ -169,7 +187,8 @@ class RLMSession:
     def prepare(self) -> None:
         """Start the nursery in the background, so that the first child need not wait for it."""
         self._apply_settings()
-        self.supervisor.prepare()
+        if posix.CAN_FORK:
+            self.supervisor.prepare()
 
     # -- what the helpers need
 
@@ -190,7 +209,7 @@ class RLMSession:
             if self._models is not None:
                 self._spent += self._models.usage
             self._models = ModelAccess(
-                lambda: build_client(factory),
+                lambda: self._root_client or build_client(factory),
                 model=self.settings.call_model,
                 meter=self.supervisor,
                 run=self.supervisor.run_interruptibly,
@@ -206,9 +225,10 @@ class RLMSession:
 
         Raises:
             ChildCleanupError: a failed cleanup blocks the session.
-            ManagedModeRequired: no client factory is configured.
+            ManagedModeRequired: no client factory is configured, or this platform cannot fork.
         """
         self.check_may_run()
+        posix.require_fork()
         if not self.is_managed:
             raise ManagedModeRequired
 
@@ -242,22 +262,25 @@ class RLMSession:
                 max_children_per_batch=bounds.max_children_per_batch,
                 asks_for_calls=self.supervisor.gates_calls,
                 memory_limit_bytes=bounds.memory_limit_bytes,
+                episode_id=self.episode_id,
+                system_prompt=self._system_prompt,
             )
         )
 
     # -- episodes
 
-    def _begin_episode(self) -> None:
-        self.episode_id = uuid.uuid4().hex[:12]
-        root = self.settings["run_dir"]
-        self._folder = RunFolder(
-            Path(root).expanduser() if root else default_root(), self.episode_id, self.settings["keep_runs"]
-        )
-        self._started_at, self._ended = time.time(), False
-        self._reports = []
-        self._spent, self._models = Usage(), None
-        self.finalization.reset()
-        self.supervisor.begin_episode(self.episode_id)
+    def _begin_episode(self, episode_id: str | None = None) -> None:
+        unique = uuid.uuid4().hex[:12]
+        with self._files_lock:  # the end of a child may be written down at this moment: to one episode or the other
+            self.episode_id = episode_id or unique
+            # Not under an id that was given: it may be no file name, and may be given again.
+            self._folder = RunFolder(runs_root(self.settings["run_dir"]), unique, self.settings["keep_runs"])
+            self._started_at, self._ended = time.time(), False
+            self._reports = []
+            self._root_runs = {}
+            self._spent, self._models = Usage(), None
+            self.finalization.reset()
+            self.supervisor.begin_episode(self.episode_id)
         self._apply_settings()
         self.inject()
 
@@ -271,17 +294,61 @@ class RLMSession:
         """Make the episode's folder before its first run. Not called under anybody's lock."""
         if not self._folder.exists and self._folder.path() is not None:
             self._apply_settings()
-            self._write_run_file()
+            self.write_run_file()
 
     @property
     def run_folder(self) -> Path | None:
         """The episode's folder, None while there is none."""
         return self._folder.path() if self._folder.exists else None
 
-    def root_trajectory_path(self) -> str:
-        """Return where a loop in the root's namespace writes its trajectory."""
+    @property
+    def runs_root(self) -> Path:
+        """The folder that holds what is kept of all episodes."""
+        return self._folder.root
+
+    def new_root_run(self) -> tuple[str, str]:
+        """Begin a run of the loop in the root's namespace: return its id, and where it writes its trajectory."""
         self._prepare_folder()
-        return self._folder.run_paths(f"{ROOT_RUN}-{uuid.uuid4().hex[:6]}")[1]
+        run_id = f"{ROOT_RUN}-{uuid.uuid4().hex[:6]}"
+        self.note_root_run(run_id)
+        return run_id, self._folder.run_paths(run_id)[1]
+
+    def note_root_run(self, run_id: str, children: Sequence[str] = ()) -> None:
+        """Write down that a run of the root's has begun, or which children it has started."""
+        self._root_runs[run_id] = list(children)
+        self.write_run_file()
+
+    # -- children that end
+
+    def _on_change(self, status: ChildStatus) -> None:
+        """Write down the end of a child. On the observer thread."""
+        if not status.done:
+            return
+        self._write_end(status)
+        all_done = all(each.done for each in self.supervisor.status())
+        if all_done or time.monotonic() - self._run_file_written >= _RUN_FILE_EVERY_S:
+            self.write_run_file()
+
+    def _write_end(self, status: ChildStatus) -> None:
+        """Complete the trajectory of a child that did not do so itself."""
+        if not status.trajectory_path or not (status.exited or status.pid is None):
+            return
+        write_missing_end(
+            status.trajectory_path,
+            metadata=RunMetadata(
+                root_model=status.model,
+                run_id=status.id,
+                parent_id=status.parent_id,
+                depth=status.depth,
+                episode_id=self.episode_id,
+                task=status.prompt_preview,
+            ),
+            stop_reason=str(status.state),
+            iterations=status.iterations,
+            usage=status.usage,
+            error=status.error,
+            secrets=secret_values(os.environ),
+        )
 
     @property
     def usage(self) -> Usage:
@@ -321,17 +388,21 @@ class RLMSession:
         """Try again to confirm what an earlier verb could not."""
         return self._run_verb("cleanup")
 
-    def reset(self, *, begun: bool = False) -> CleanupReport:
+    def reset(self, *, begun: bool = False, episode_id: str | None = None) -> CleanupReport:
         """Stop the children and begin a new episode: handles become stale, ``context`` and ``answer`` are new.
 
         If the cleanup fails, the episode goes on and the failure blocks the session.
+
+        Args:
+            begun: whether `Lifecycle.begin` was called for this verb.
+            episode_id: the id of the new episode, None for a fresh one.
         """
 
         def begin_anew(_report: CleanupReport) -> None:
             self._ended = True
-            self._write_run_file()
+            self.write_run_file()
             self._release_contexts()
-            self._begin_episode()
+            self._begin_episode(episode_id)
 
         return self._run_verb("reset", begin_anew, begun=begun)
 
@@ -375,7 +446,7 @@ class RLMSession:
 
     def _note(self, report: CleanupReport) -> None:
         self._reports.append(report)
-        self._write_run_file()
+        self.write_run_file()
 
     @property
     def cleanup_failure(self) -> ChildCleanupError | None:
@@ -401,39 +472,48 @@ class RLMSession:
 
     # -- on disk
 
-    def _write_run_file(self) -> None:
+    def write_run_file(self) -> None:
+        """Bring ``run.json`` up to date, if the episode has a folder."""
+        with self._files_lock:  # so that an older state does not replace a newer one
+            self._run_file_written = time.monotonic()
+            self._folder.write(self._run_content())
+
+    def _run_content(self) -> dict[str, Any]:
         final = self.finalization.final
         children = self.supervisor.status() if os.getpid() == self._pid else []
-        self._folder.write(
-            {
-                "episode_id": self.episode_id,
-                "pid": self._pid,
-                "host": platform.node(),
-                "version": __version__,
-                "started_at": self._started_at,
-                "ended": self._ended,
-                "model": self.model_name,
-                "final_answer": None if final is None else final.text,
-                "usage": _usage_dict(self.usage),
-                "verbs": [{"verb": r.verb, "summary": r.summary(), "survivors": r.survivors} for r in self._reports],
-                "children": [
-                    {
-                        "id": s.id,
-                        "name": s.name,
-                        "parent_id": s.parent_id,
-                        "state": str(s.state),
-                        "exited": s.exited,
-                        "exit_code": s.exit_code,
-                        "elapsed_s": s.elapsed_s,
-                        "iterations": s.iterations,
-                        "prompt": s.prompt_preview,
-                        "error": s.error,
-                        "usage": _usage_dict(s.usage),
-                    }
-                    for s in children
-                ],
-            }
-        )
+        return {
+            "episode_id": self.episode_id,
+            "pid": self._pid,
+            "host": platform.node(),
+            "version": __version__,
+            "started_at": self._started_at,
+            "ended": self._ended,
+            "model": self.model_name,
+            "final_answer": None if final is None else final.text,
+            "usage": _usage_dict(self.usage),
+            "verbs": [{"verb": r.verb, "summary": r.summary(), "survivors": r.survivors} for r in self._reports],
+            "children": [
+                {
+                    "id": s.id,
+                    "name": s.name,
+                    "parent_id": s.parent_id,
+                    "depth": s.depth,
+                    "model": s.model,
+                    "started_at": s.started_at,
+                    "state": str(s.state),
+                    "exited": s.exited,
+                    "exit_code": s.exit_code,
+                    "elapsed_s": s.elapsed_s,
+                    "iterations": s.iterations,
+                    "prompt": s.prompt_preview,
+                    "error": s.error,
+                    "usage": _usage_dict(s.usage),
+                    "trajectory": os.path.basename(s.trajectory_path or ""),
+                }
+                for s in children
+            ],
+            "root_runs": [{"id": run_id, "children": ids} for run_id, ids in self._root_runs.items()],
+        }
 
 
 def _client_variables() -> dict[str, str]:

@@ -20,15 +20,19 @@ class ChildTask(msgspec.Struct, frozen=True):
     """One child's task. ``context`` is None when the prompt is the context.
 
     The prompt travels as bytes, since text with lone surrogates (from a file with broken encoding) is no UTF-8.
+    ``schema_json`` is the JSON Schema of the answer, None if any answer will do.
     """
 
     prompt_bytes: bytes
     model: str | None
     context: EncodedContext | None
+    schema_json: bytes | None = None
 
     @classmethod
-    def of(cls, prompt: str, model: str | None, context: EncodedContext | None) -> ChildTask:
-        return cls(prompt.encode("utf-8", "surrogatepass"), model, context)
+    def of(
+        cls, prompt: str, model: str | None, context: EncodedContext | None, schema_json: bytes | None = None
+    ) -> ChildTask:
+        return cls(prompt.encode("utf-8", "surrogatepass"), model, context, schema_json)
 
     @property
     def prompt(self) -> str:
@@ -43,6 +47,8 @@ class Inherited(msgspec.Struct, frozen=True):
         root_model: how the configured model is called in trajectories.
         model: the model name that calls pass on if a task names none.
         asks_for_calls: whether model calls are bounded, so that each must be asked for.
+        episode_id: the episode, for what is written down.
+        system_prompt: of the runs, None for the usual one.
     """
 
     factory: bytes
@@ -53,6 +59,8 @@ class Inherited(msgspec.Struct, frozen=True):
     max_children_per_batch: int | None
     asks_for_calls: bool = False
     memory_limit_bytes: int | None = None
+    episode_id: str = ""
+    system_prompt: str | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

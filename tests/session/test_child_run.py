@@ -409,9 +409,11 @@ def test_a_child_that_is_killed_leaves_every_finished_iteration(root: Root, serv
     assert "signal 9 (SIGKILL)" in str(status.error)
     assert status.iterations == 2
     assert status.usage.calls == 2
+    assert root.session.supervisor.observers.flush(10)  # the root adds the end that the child could not write
     lines = read_trajectory(status.trajectory_path)
-    assert [line["type"] for line in lines] == ["metadata", "iteration", "iteration"]
-    assert [line["code_blocks"][0]["result"]["stdout"] for line in lines[1:]] == ["first\n", "second\n"]
+    assert [line["type"] for line in lines] == ["metadata", "iteration", "iteration", "end"]
+    assert [line["code_blocks"][0]["result"]["stdout"] for line in lines[1:3]] == ["first\n", "second\n"]
+    assert "SIGKILL" in lines[3]["error"]
 
 
 def test_a_child_that_is_stopped_leaves_the_iteration_that_was_broken_off_too(root: Root, served: ModelServer) -> None:
@@ -469,3 +471,41 @@ def test_trajectories_are_json_line_by_line(root: Root) -> None:
     (status,) = root.rlm_status()
     for line in Path(str(status.trajectory_path)).read_bytes().splitlines():
         json.loads(line)
+
+
+# -- whatever a model writes
+
+
+ROUGH = [
+    ("x = 'lone \udc80 surrogate'", "surrogate"),
+    ("x = 1\x00", "null"),
+    ("%no_such_magic", "magic"),
+    ("%%no_such_cell_magic\nx", "magic"),
+    ("for", "SyntaxError"),
+    ("(" * 500, "ERROR"),
+    ("raise SystemExit", "SystemExit"),
+    ("raise GeneratorExit", "GeneratorExit"),
+    ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "ERROR"),
+    ("import sys; sys.stdout = None; sys.stderr = None\nprint('into nothing')", "Output: (none)"),
+    ("import sys; sys.stdout.close()\nprint('closed')", "Output"),
+    ("globals().clear()", "Output"),
+    ("import os; os.close(1); os.close(2)\nprint('still')", "still"),
+]
+"""Code that must not end a run, and what the model then sees of it."""
+
+
+def test_no_code_of_a_models_ends_the_run(root: Root) -> None:
+    """The model sees what came of it, and goes on."""
+
+    def second(seen: str) -> Any:
+        return lambda messages: final("saw it" if seen in messages[-1]["content"] else messages[-1]["content"])
+
+    root.scripted(rules={f"case {i} ": [block(code), second(seen)] for i, (code, seen) in enumerate(ROUGH)})
+    answers = root.rlm_query_batched([f"case {i} " for i in range(len(ROUGH))])
+    assert dict(enumerate(answers)) == dict.fromkeys(range(len(ROUGH)), "saw it")
+
+
+def test_magics_shell_commands_and_await_work_in_a_child(root: Root) -> None:
+    python = "import asyncio\nfiles = !echo one\nawait asyncio.sleep(0)\n%env RLM_TEST_MAGIC=two\nimport os\n"
+    root.scripted(block(python + "FINAL([files[0], os.environ['RLM_TEST_MAGIC']])"))
+    assert root.rlm_query("p") == "['one', 'two']"

@@ -58,11 +58,6 @@ def by_final(root: Root) -> None:
     root.FINAL("kept")
 
 
-def by_final_var(root: Root) -> None:
-    root.namespace["value"] = "kept"
-    root.FINAL_VAR("value")
-
-
 def by_dict(root: Root) -> None:
     root.answer["content"] = "kept"
     root.answer["ready"] = True
@@ -74,7 +69,7 @@ def refused(call: Callable[[], object], pid: int) -> bool:
     return raised.value.survivors == (pid,)
 
 
-@pytest.mark.parametrize("finalize", [by_final, by_final_var, by_dict])
+@pytest.mark.parametrize("finalize", [by_final, by_dict])
 def test_the_final_answer_is_kept_everything_new_is_refused_and_a_cleanup_unlocks(
     own_root: Root, child: Any, finalize: Callable[[Root], None]
 ) -> None:
@@ -121,7 +116,7 @@ def test_the_final_answer_is_kept_everything_new_is_refused_and_a_cleanup_unlock
     assert own_root.rlm_query(task("FINAL('works')")) == "works"
 
 
-@pytest.mark.parametrize("verb", ["close", "reset", "finalize", "cleanup"])
+@pytest.mark.parametrize("verb", ["reset", "finalize"])
 def test_any_verb_unlocks_when_it_confirms(own_root: Root, child: Any, verb: str) -> None:
     pid = child.status().pid
     with nothing_dies(own_root):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
-from traitlets.config import Config
+from traitlets.config import Config, Configurable
 
 from rlm_kernel.clients.scripted import ScriptedClient
 from rlm_kernel.clients.specs import SpecFactory
 from rlm_kernel.errors import ConfigurationError, ModelNotConfigured
-from rlm_kernel.session.config import RLM, SETTINGS, Settings
+from rlm_kernel.session.config import LOCKABLE, RLM, SETTINGS, Settings
 from rlm_kernel.values import ManagedChildConfig
 
 
@@ -44,6 +46,8 @@ def test_config_files_give_way_to_the_environment_and_that_to_what_is_typed() ->
         ("RLM_TERMINATE_GRACE_S", "0.25", "terminate_grace_s", 0.25),
         ("RLM_KILL_GRACE_S", "2", "kill_grace_s", 2.0),
         ("RLM_RUN_DIR", "/tmp/x", "run_dir", "/tmp/x"),
+        ("RLM_KEEP_ALIVE_S", "60", "keep_alive_s", 60.0),
+        ("RLM_KEEP_ALIVE_S", "none", "keep_alive_s", None),
     ],
 )
 def test_each_variable_sets_its_setting(variable: str, text: str, name: str, value: object) -> None:
@@ -81,6 +85,9 @@ BAD = [
     ("client_factory", "no-colon"),
     ("keep_runs", "0"),
     ("keep_runs", "none"),
+    ("keep_alive_s", "0.2"),
+    ("keep_alive_s", "inf"),
+    ("keep_alive_s", "nan"),
 ]
 
 
@@ -205,3 +212,66 @@ def test_the_settings_do_not_change_under_a_reader() -> None:
     items: dict[str, Any] = settings.items()
     items["max_depth"] = 99
     assert settings["max_depth"] == 2
+
+
+def locked(**configured: Any) -> Configurable:
+    config = Config()
+    config.RLM.limits_locked = True
+    config.RLM.update(configured)
+    return RLM(config=config)
+
+
+def test_locked_limits_can_be_lowered_and_raised_again_but_not_above_what_the_kernel_started_with() -> None:
+    settings = Settings.from_traitlets(locked(max_depth=3), {"RLM_MAX_CONCURRENT_CHILDREN": "4"})
+    assert settings.set_text("max_depth", "2") == 2
+    assert settings.set_text("max_depth", "3") == 3
+    assert settings.set_text("max_concurrent_children", "4") == 4
+    for name, value, cap in [("max_depth", 4, 3), ("max_concurrent_children", 5, 4), ("max_children_total", 257, 256)]:
+        with pytest.raises(ConfigurationError, match=rf"^{name}={value}: .*locked.*at most {cap}$"):
+            settings.set_text(name, str(value))
+        with pytest.raises(ConfigurationError, match="locked"):
+            settings.set(name, value)
+    assert [settings[n] for n in ("max_depth", "max_concurrent_children", "max_children_total")] == [3, 4, 256]
+
+
+def test_no_limit_at_all_is_above_a_locked_one_and_a_missing_one_may_be_set() -> None:
+    settings = Settings.from_traitlets(locked(max_total_tokens=1000), {})
+    with pytest.raises(ConfigurationError, match=r"max_total_tokens=None: .*at most 1000"):
+        settings.set_text("max_total_tokens", "none")
+    assert settings.set_text("memory_limit_bytes", "1_000_000_000") == 1_000_000_000
+    assert settings.set_text("memory_limit_bytes", "none") is None  # whoever started the kernel has set none
+
+
+def test_what_is_no_limit_stays_free_when_limits_are_locked() -> None:
+    settings = Settings.from_traitlets(locked(), {})
+    assert settings.set_model_text("demo") == "demo"
+    settings.set("client_factory", make_client)
+    assert settings.set_text("result_truncation_limit", "1000000") == 1_000_000
+
+
+def test_a_lock_can_be_closed_in_a_notebook_but_not_opened() -> None:
+    settings = Settings(environ={})
+    assert settings.set_text("max_depth", "5") == 5
+    assert settings.set_text("limits_locked", "yes") is True
+    with pytest.raises(ConfigurationError, match=r"max_depth=6: .*at most 5"):
+        settings.set_text("max_depth", "6")
+    with pytest.raises(ConfigurationError, match=r"limits_locked=False: .*until the kernel starts anew"):
+        settings.set_text("limits_locked", "no")
+    with pytest.raises(ConfigurationError, match="limits_locked='maybe': must be true or false"):
+        settings.set_text("limits_locked", "maybe")
+
+
+def test_every_number_that_bounds_what_children_may_use_can_be_locked() -> None:
+    numbers = {field.name for field in fields(ManagedChildConfig) if re.match(r"(int|float)\b", str(field.type))}
+    assert numbers - set(LOCKABLE) == {"result_truncation_limit"}  # how much of an answer is shown
+    assert set(LOCKABLE) - numbers == {"keep_runs"}
+
+
+def test_a_bad_value_leaves_the_files_or_the_defaults_in_force_and_is_no_way_around_the_lock() -> None:
+    settings, error = Settings.read(locked(max_depth=3), {"RLM_MAX_ITERATIONS": "many"})
+    assert (settings["max_depth"], error and error.field) == (3, "RLM_MAX_ITERATIONS")
+    settings, error = Settings.read(locked(max_depth=0), {"RLM_MAX_ITERATIONS": "5"})
+    assert (settings["max_depth"], settings["max_iterations"], error and error.field) == (2, 30, "max_depth")
+    with pytest.raises(ConfigurationError, match="at most 2"):
+        settings.set_text("max_depth", "3")
+    assert Settings.read(RLM(), {})[1] is None

@@ -474,7 +474,7 @@ def test_handles_of_another_session_are_refused(root: Root, own_root: Root) -> N
         (lambda r: r.rlm_query("p", name=5), "name=5: must be a string"),
         (lambda r: r.rlm_query("p", model=5), "model=5: must be the name of a model"),
         (lambda r: r.llm_query("p", model=""), "model='': must be the name of a model"),
-        (lambda r: r.rlm_query("p", schema={}), "schema="),
+        (lambda r: r.rlm_query("p", schema=5), "schema=5"),
         (lambda r: r.rlm_query_batched("one text"), "prompts must be a list of strings, got str"),
         (lambda r: r.rlm_query_batched(["a", 5]), r"prompts\[1\] must be a string, got int"),
         (lambda r: r.llm_query_batched(["a", ""]), r"prompts\[1\] is empty"),

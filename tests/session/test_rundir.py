@@ -12,10 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
+from rlm_kernel.jupyter.export_command import export_line
 from rlm_kernel.session import rundir
 from rlm_kernel.session.rundir import RunFolder, prune
+from rlm_kernel.stored_runs import find_run, read_run
 from tests.session.conftest import Root, block, final
 
 
@@ -260,3 +263,60 @@ def test_a_directory_that_cannot_be_written_is_warned_of_once_and_everything_wor
     status = root.rlm_status()[0]
     assert status.trajectory_path is None
     assert "printed" in status.log_tail
+
+
+# -- lineage, usage and how each run ended, whatever ended it
+
+
+def test_every_run_says_where_it_belongs_and_how_it_ended(root: Root, tmp_path: Path) -> None:
+    """Nested, killed in the middle, and cancelled before it began."""
+    root.session.configure("max_depth", "3")
+    root.session.configure("max_concurrent_children", "2")
+    inner = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    root.scripted(
+        rules={
+            "outer": [block("h = rlm_query('inner', blocking=False)\nrlm_wait(h)"), block("FINAL(h.status().state)")],
+            "inner": block(inner),
+        }
+    )
+    assert root.rlm_query("outer", context="some text") == "failed"
+    root.session.supervisor.observers.flush()
+    folder = root.session.run_folder
+    assert folder is not None
+    content = json.loads((folder / "run.json").read_text())
+    assert [(c["state"], c["exited"], c["depth"], bool(c["error"])) for c in content["children"]] == [
+        ("completed", True, 1, False),
+        ("failed", True, 2, True),
+    ]
+    outer, killed = (read_run(folder, child["id"]) for child in content["children"])
+    assert killed.parent_id == outer.run_id
+    assert [run.run_id for run in outer.descendants()] == [killed.run_id]
+    for run, reason in ((outer, "final"), (killed, "failed")):
+        assert run.end is not None
+        assert run.end["stop_reason"] == reason
+        assert (run.metadata["episode_id"], run.metadata["run_id"]) == (root.session.episode_id, run.run_id)
+    assert killed.usage["calls"] == 1
+    assert "SIGKILL" in str(killed.error) or "signal" in str(killed.error)
+    said = export_line(f"{outer.run_id} {tmp_path / 'my file.ipynb'!s}".replace("my file", "'my file'"), root.session)
+    assert "my file.ipynb" in said
+    read = nbformat.read(tmp_path / "my file.ipynb", as_version=4)
+    assert "context = 'some text'" in [c.source for c in read.cells if c.cell_type == "code"][1]
+
+
+def test_a_run_in_the_roots_namespace_is_noted_with_the_children_it_started(root: Root) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from rlm_kernel.environment.interpreter import make_shell
+    from rlm_kernel.session.root_run import run_in_namespace
+
+    shell: Any = make_shell()
+    try:
+        root.scripted(rules={"sub": final("s"), "Task|task": block("FINAL(rlm_query('sub'))")})
+        root.rlm_query("sub")
+        result = run_in_namespace(root.session, shell, "Task", context=["a", "b"])
+    finally:
+        InteractiveShell.clear_instance()
+    assert result.answer == "s"
+    run = find_run(root.run_dir, "root", current=root.session.run_folder)
+    assert (run.metadata["context"]["file"] is not None, run.depth, run.parent_id) == (True, 0, None)
+    assert [each.run_id for each in run.descendants()] == [result.children[0].id]
