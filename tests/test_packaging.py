@@ -80,9 +80,14 @@ def test_the_install_command_finds_its_resources_in_the_wheel(wheel: dict[str, b
 
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: dict[str, bytes]) -> None:
     """The tests import the checkout, so this is what makes them speak for what gets installed."""
-    extra = ("rlm_kernel/kernelspec_resources/", f"{SHARED}/", f"{DIST_INFO}/")
+    extra = ("rlm_kernel/kernelspec_resources/", f"{SHARED}/", f"{DIST_INFO}/", "rlm.py")
     assert {name: content for name, content in wheel.items() if not name.startswith(extra)} == package_files()
     assert "rlm_kernel/py.typed" in wheel
+
+
+def test_the_short_name_is_one_module_so_that_no_other_distribution_loses_its_package(wheel: dict[str, bytes]) -> None:
+    assert wheel["rlm.py"] == (CHECKOUT / "rlm.py").read_bytes()
+    assert [name for name in wheel if name.startswith("rlm/")] == []
 
 
 def test_both_commands_start_the_same_function(wheel: dict[str, bytes]) -> None:
@@ -113,7 +118,7 @@ def test_the_changelog_knows_this_version_or_what_comes_next() -> None:
 
 def test_the_sdist_can_be_built_from_and_tested(sdist: set[str]) -> None:
     needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tests/test_packaging.py"}
-    assert needed | {f"kernelspec/{name}" for name in KERNELSPEC_FILES} | set(package_files()) <= sdist
+    assert needed | {"rlm.py"} | {f"kernelspec/{name}" for name in KERNELSPEC_FILES} | set(package_files()) <= sdist
 
 
 # What the code imports is what the metadata ask for.
@@ -124,8 +129,11 @@ DISTRIBUTIONS = {"IPython": "ipython"}
 BROUGHT_BY = {
     "comm": "ipykernel",
     "httpx2": "openai",
+    "jsonschema_specifications": "jsonschema",
     "jupyter_core": "jupyter_client",
-    "pydantic": "openai",
+    "packaging": "ipykernel",
+    "pydantic_core": "pydantic",
+    "referencing": "jsonschema",
     "tornado": "jupyter_client",
     "zmq": "jupyter_client",
 }

@@ -282,8 +282,8 @@ def serve_run(job: str) -> None:
     """
     from IPython.core.getipython import get_ipython
 
-    from rlm_kernel.jupyter.offthread import run_off_thread, wait_here
     from rlm_kernel.loop.prompts import QueryMetadata, describe_context
+    from rlm_kernel.session.offthread import run_off_thread, wait_here
     from rlm_kernel.session.root_run import run_in_namespace
 
     shell: Any = get_ipython()

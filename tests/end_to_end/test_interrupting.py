@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 
 import pytest
 
-from tests.support.families import PLAIN, STUBBORN, start_child, start_family, tag
-from tests.support.kernels import GONE_S, Cell, Fifo, Processes
-from tests.support.model_server import code, reply, script
+from tests.support.families import PLAIN, STUBBORN, start_child, start_family
+from tests.support.kernels import GONE_S, Cell, Processes
+from tests.support.model_server import reply, script
 
 BLOCKED = {
     "rlm_wait": "rlm_wait(hs, timeout_s=50)",
@@ -44,26 +43,13 @@ def test_no_child_is_left_when_interrupt_and_cell_are_acknowledged(kernel, serve
     kernel.finish(cell)
     allowed = ("KeyboardInterrupt", "CancelledError") if "await" in text else ("KeyboardInterrupt",)
     assert cell.reply["ename"] in allowed
+    assert "httpx" not in "".join(cell.reply["traceback"])  # where in a library the call was is nobody's interest
     assert "close:" in cell.stderr  # the one line that says which
     assert "stopped" in cell.stderr
     assert set(kernel.value("[str(h.status().state) for h in hs]")) == {"cancelled"}
     assert kernel.value("[h.status().exited for h in hs]") == [True, True, True]
     assert kernel.value("kept") == {"a": 1}
     assert kernel.value(f"rlm_query({script(reply('FINAL(again)'))!r})") == "again"
-
-
-def test_an_idle_interrupt_stops_the_children_before_its_reply_and_leaves_the_kernel_clean(
-    kernel, server, fifo
-) -> None:
-    family = start_family(kernel, server, fifo)
-    with family.watched() as processes:
-        began = time.monotonic()
-        content, left = kernel.answer_at_once(kernel.ask("interrupt_request"), processes)
-        took = time.monotonic() - began
-    assert (content, left) == ({"status": "ok"}, [])
-    assert took < GONE_S
-    assert set(kernel.value("[str(h.status().state) for h in hs]")) == {"cancelled"}
-    assert kernel.ok("6 * 7").text == "42"
 
 
 def test_an_interrupt_without_children_is_answered_at_once(kernel) -> None:
@@ -89,40 +75,6 @@ def test_a_second_interrupt_while_closing_skips_to_sigkill(kernel, fifo) -> None
     assert took < 1.0  # the graces alone would be 2.5 s
     assert kernel.finish(cell).status == "error"
     assert kernel.ok("1 + 1").text == "2"
-
-
-def test_what_a_child_started_is_gone_with_it(kernel, tmp_path) -> None:
-    pipe = Fifo(tmp_path / "pids")
-    daemon = f"import os, time\nos.setsid()\nif os.fork(): os._exit(0)\nos.setsid()\n{pipe.write_code('os.getpid()')}\ntime.sleep(300)"
-    text = (
-        "import subprocess, sys, time\n"
-        "started = subprocess.Popen(['sleep', '300'])\n"
-        f"subprocess.run([sys.executable, '-c', {daemon!r}])\n"
-        f"{pipe.write_code('started.pid')}\n"
-        "time.sleep(300)\n"
-    )
-    with contextlib.closing(pipe):
-        kernel.ok(f"h = rlm_query({script(code(text))!r}, blocking=False)")
-        pids = [int(line) for line in pipe.lines(2)] + [kernel.value("h.status().pid")]
-    assert len(set(pids)) == 3
-    with Processes(pids) as processes:
-        assert processes.left == pids
-        _, left = kernel.answer_at_once(kernel.ask("interrupt_request"), processes)
-    assert left == []
-
-
-def test_a_child_that_waits_for_its_own_child_goes_with_it(start_kernel, server) -> None:
-    kernel = start_kernel(RLM_MAX_DEPTH="3")
-    word = tag("grandchild")
-    query = code(f"rlm_query('{word} [[block]]')")
-    kernel.ok(f"h = rlm_query({script(query)!r}, blocking=False)")
-    server.wait_for_request(word, count=2)  # its own call, and the one whose prompt holds the code
-    pids = kernel.value("[s.pid for s in rlm_status()]")
-    assert kernel.value("[str(s.state) for s in rlm_status()]") == ["waiting", "running"]
-    with Processes(pids) as processes:
-        _, left = kernel.answer_at_once(kernel.ask("interrupt_request"), processes)
-    assert left == []
-    assert kernel.value("[str(s.state) for s in rlm_status()]") == ["cancelled", "cancelled"]
 
 
 def test_completed_results_survive_an_interrupt(kernel, fifo) -> None:
@@ -216,7 +168,9 @@ def test_an_interrupted_cell_keeps_its_number_and_the_next_one_counts_on(kernel)
 
 
 def test_a_subprocess_of_the_cell_is_interrupted_with_it(kernel, fifo) -> None:
-    cell = kernel.begin(f"!echo $$ > {fifo.path}; sleep 300")
+    cell = kernel.begin(f"!echo started; echo $$ > {fifo.path}; sleep 300")
+    # IPython may lose a command that is interrupted while it is being started.
+    kernel.until(lambda: "started" in cell.stdout)
     pid = int(fifo.lines(1)[0])
     with Processes([pid]) as processes:
         kernel.interrupt()

@@ -215,3 +215,13 @@ def test_close_stops_the_children_says_which_and_leaves_everything_usable(kernel
 def test_the_demo_model_is_said_to_be_a_stand_in(start_kernel) -> None:
     kernel = start_kernel(RLM_MODEL="")
     assert "rule-based stand-in" in kernel.ok("%rlm model demo").stdout
+
+
+def test_loading_the_extension_into_our_own_kernel_changes_nothing_and_says_so(kernel) -> None:
+    before = kernel.value("sorted(globals())")
+    for line in ("%load_ext rlm_kernel", "%unload_ext rlm_kernel", "%reload_ext rlm_kernel"):
+        shown = kernel.ok(line).stdout.splitlines()
+        assert [each for each in shown if "built in" not in each] == []
+        assert len(shown) in (1, 2)
+    assert set(before) <= set(kernel.value("sorted(globals())"))
+    assert "episode" in kernel.ok("%rlm").text

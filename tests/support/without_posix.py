@@ -110,5 +110,5 @@ if __name__ == "__main__":
     try:
         report["runner"] = runner_answer()
     except Exception as error:
-        report["runner"] = repr(error)
+        report["runner"] = "".join(traceback.format_exception(error))
     print(json.dumps(report))
