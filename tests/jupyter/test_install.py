@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
 from rlm_kernel import cli
 from rlm_kernel.errors import ConfigurationError
@@ -108,6 +109,30 @@ def test_a_further_kernel_has_its_own_name_and_environment(tmp_path: Path) -> No
     assert specs.get_kernel_spec("shown").display_name == "A name, with spaces"
 
 
+def test_with_the_provisioner_it_stands_beside_the_plain_one_under_a_name_of_its_own(tmp_path: Path) -> None:
+    plain = Path(install(prefix=str(tmp_path)))
+    provisioned = Path(install(prefix=str(tmp_path), provisioner=True))
+
+    assert (plain.name, provisioned.name) == ("rlm", "rlm-provisioned")
+    assert load(provisioned)["metadata"].pop("kernel_provisioner") == {"provisioner_name": "rlm-provisioner"}
+    assert "kernel_provisioner" not in load(plain)["metadata"]
+    assert load(provisioned)["display_name"] == "Python 3 (RLM, provisioned)"
+
+
+def test_a_server_without_this_package_offers_the_plain_one_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(prefix=str(tmp_path))
+    install(prefix=str(tmp_path), provisioner=True)
+    specs = KernelSpecManager(kernel_dirs=[str(kernels(tmp_path))], ensure_native_kernel=False)
+    assert set(specs.get_all_specs()) == {"rlm", "rlm-provisioned"}
+
+    monkeypatch.setattr(
+        KernelProvisionerFactory.instance(), "_check_availability", lambda name: name != "rlm-provisioner"
+    )
+    assert set(specs.get_all_specs()) == {"rlm"}
+
+
 def test_installing_again_replaces_all_of_the_earlier_one(tmp_path: Path) -> None:
     first = Path(install(prefix=str(tmp_path), env={"RLM_MODEL": "demo"}))
     (first / "stale.js").write_text("old", encoding="utf-8")
@@ -161,6 +186,7 @@ def test_an_installed_copy_of_the_resources_goes_before_whatever_lies_beside_the
         ({"prefix": ""}, "prefix"),
         ({"name": "no spaces please"}, "name"),
         ({"name": "../escape"}, "name"),
+        ({"name": "RLM", "provisioner": True}, "name"),
         ({"env": {"A=B": "c"}}, "env"),
         ({"env": {"": "c"}}, "env"),
     ],
@@ -186,6 +212,13 @@ def test_the_command_installs_and_says_where(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == f"Installed kernelspec mine in {destination}\n"
     spec = load(destination)
     assert (spec["display_name"], spec["env"]) == ("My own", {"RLM_MODEL": "demo", "RLM_MAX_DEPTH": "3"})
+
+
+def test_the_command_installs_with_the_provisioner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["install", "--prefix", str(tmp_path), "--provisioner"]) == 0
+    destination = kernels(tmp_path) / "rlm-provisioned"
+    assert capsys.readouterr().out == f"Installed kernelspec rlm-provisioned in {destination}\n"
+    assert load(destination)["metadata"]["kernel_provisioner"] == {"provisioner_name": "rlm-provisioner"}
 
 
 def test_the_command_explains_a_place_that_may_not_be_written(
