@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jupyter_core.utils import ensure_event_loop
@@ -39,7 +40,8 @@ def server(module_server: ModelServer) -> Iterator[ModelServer]:
 @pytest.fixture(scope="module")
 def shared_kernel(module_server: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     home = tmp_path_factory.mktemp("kernel")
-    with Kernel(home, RLM_MODEL="openai/test", **module_server.environment) as running:
+    variables: dict[str, Any] = module_server.environment
+    with Kernel(home, RLM_MODEL="openai/test", **variables) as running:
         # A nursery that came to be within a test would look like a leak of that test.
         running.ok(f"assert rlm_query({script(reply('FINAL(1)'))!r}) == '1'")
         running.ok("%rlm reset")
@@ -68,7 +70,7 @@ def start_kernel(server: ModelServer, tmp_path: Path) -> Iterator[StartKernel]:
     with ExitStack() as stack:
 
         def start(**variables: str) -> Kernel:
-            given = {"RLM_MODEL": "openai/test", **server.environment, **variables}
+            given: dict[str, Any] = {"RLM_MODEL": "openai/test", **server.environment, **variables}
             return stack.enter_context(Kernel(tmp_path / "kernel", **given))
 
         yield start

@@ -28,10 +28,9 @@ def write_text(path, *, newline: str, end: str, lines: int = 400) -> int:
     return sum(row.count("whale") for row in rows)
 
 
-@pytest.mark.parametrize(("newline", "end"), [("\n", "\n"), ("\r\n", "")], ids=["unix", "crlf-without-a-last-newline"])
-def test_run_counts_right_and_keeps_the_answer_apart_from_the_progress(tmp_path, newline, end) -> None:
+def test_run_counts_right_and_keeps_the_answer_apart_from_the_progress(tmp_path) -> None:
     text = tmp_path / "größe.txt"
-    count = write_text(text, newline=newline, end=end)
+    count = write_text(text, newline="\n", end="\n")
     arguments = ["run", "--context", str(text), "--task", TASK, "--model", "demo"]
     with command(arguments, tmp_path) as (process, mark):
         returncode, out, err = finished(process)
@@ -43,9 +42,9 @@ def test_run_counts_right_and_keeps_the_answer_apart_from_the_progress(tmp_path,
     assert "Traceback" not in err
 
 
-def test_run_gives_json_on_request(tmp_path) -> None:
+def test_run_gives_json_on_request_and_takes_a_text_with_crlf_and_without_a_last_newline(tmp_path) -> None:
     text = tmp_path / "text.txt"
-    count = write_text(text, newline="\n", end="\n")
+    count = write_text(text, newline="\r\n", end="")
     with command(["run", "--context", str(text), "--task", TASK, "--model", "demo", "--json"], tmp_path) as (
         process,
         _,
@@ -109,12 +108,9 @@ def test_a_mistake_in_the_command_line_is_named_in_a_line_or_two(tmp_path, argum
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("directive", ["[[status 401]]", "[[garbage]]", "[[close]]"])
-def test_a_failing_model_is_one_readable_line_and_a_failure(tmp_path, server, directive) -> None:
-    with command(["run", "--task", directive, "--model", "openai/test"], tmp_path, **server.environment) as (
-        process,
-        mark,
-    ):
+def test_a_failing_model_is_one_readable_line_and_a_failure(tmp_path, server) -> None:
+    arguments = ["run", "--task", "[[status 401]]", "--model", "openai/test"]
+    with command(arguments, tmp_path, **server.environment) as (process, mark):
         returncode, out, err = finished(process)
         assert marked(mark) == set()
     assert (returncode, out) == (1, "")
@@ -129,33 +125,31 @@ def blocked_task() -> tuple[str, str]:
     return script(code(f"rlm_query('{word} [[block]]')")), word
 
 
-@pytest.mark.parametrize(("signum", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_command_ends_everything_before_it_exits(tmp_path, server, signum, returncode) -> None:
+def test_ctrl_c_ends_everything_before_the_command_exits(tmp_path, server) -> None:
     task, word = blocked_task()
     with command(["run", "--task", task, "--model", "openai/test"], tmp_path, **server.environment) as (process, mark):
         server.wait_for_request(word, timeout_s=30, count=2)
         with Processes(sorted(marked(mark) - {process.pid})) as processes:
             assert len(processes.left) >= 3  # kernel, nursery, child
             began = time.monotonic()
-            os.kill(process.pid, signum)
+            os.kill(process.pid, signal.SIGINT)
             code_, out, err = finished(process)
             assert processes.left == []
         assert time.monotonic() - began < 5.0
-    assert (code_, out) == (returncode, "")
+    assert (code_, out) == (130, "")
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("signum", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_the_kernel_starts_leaves_nothing_either(tmp_path, server, signum, returncode) -> None:
+def test_sigterm_while_the_kernel_starts_leaves_nothing_either(tmp_path, server) -> None:
     with command(["run", "--task", "x", "--model", "openai/test"], tmp_path, **server.environment) as (process, mark):
         while len(found := marked(mark)) < 2:
             assert process.poll() is None
-        os.kill(process.pid, signum)
+        os.kill(process.pid, signal.SIGTERM)
         with Processes(sorted(found - {process.pid})) as processes:
             code_, out, _err = finished(process)
             assert processes.left == []
         assert marked(mark) == set()
-    assert (code_, out) == (returncode, "")
+    assert (code_, out) == (143, "")
 
 
 def test_killing_the_command_ends_kernel_and_children(tmp_path, server) -> None:

@@ -38,6 +38,10 @@ GONE_S = 2.5
 """Seconds within which every process is gone after a lifecycle request: half of what a Jupyter server waits before it kills."""
 
 
+STOCK = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "stock"}
+"""The kernelspec of a stock ipykernel, as `ipykernel install` writes it."""
+
+
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Return an environment for processes of ours: this package importable, nothing of the user's configuration.
 
@@ -116,8 +120,11 @@ class Fifo:
         self._rest = b""
 
     def write_code(self, expression: str) -> str:
-        """Return a line of Python that writes the value of an expression."""
-        return f"open({self.path!r}, 'w').write(str({expression}) + '\\n')"
+        """Return an expression of Python that writes the value of an expression.
+
+        It closes the file itself: an interrupt that came while a destructor does so would be swallowed there.
+        """
+        return f"__import__('pathlib').Path({self.path!r}).write_text(str({expression}) + '\\n')"
 
     def lines(self, count: int, timeout_s: float = 15.0) -> list[str]:
         """Wait for the next lines.
@@ -187,10 +194,11 @@ class Kernel:
 
     Args:
         home: a directory for what it keeps.
+        spec: the kernelspec; ours by default.
         variables: more environment variables.
     """
 
-    def __init__(self, home: Path, **variables: str) -> None:
+    def __init__(self, home: Path, *, spec: Mapping[str, Any] | None = None, **variables: str) -> None:
         self.mark = uuid.uuid4().hex
         self.home = home
         home.mkdir(parents=True, exist_ok=True)
@@ -199,8 +207,9 @@ class Kernel:
         self._context = zmq.Context()
         connection = tempfile.mkdtemp(prefix="rlm-test-")
         self.manager = KernelManager(context=self._context, connection_file=os.path.join(connection, "kernel.json"))
-        self.manager._kernel_spec = KernelSpec(**kernel_spec())
+        self.manager._kernel_spec = KernelSpec(**(spec or kernel_spec()))
         self._connection = Path(connection)
+        self._is_ours = spec is None
         self.client: BlockingKernelClient
         self.pid = 0
         self._replies: dict[str, dict[str, Any]] = {}
@@ -360,6 +369,14 @@ class Kernel:
         if message["msg_type"] == "execute_reply" and cell is not None:
             assert not cell.reply, f"a second reply: {message['content']}"
             cell.reply = message["content"]
+            if self._is_ours:  # whatever has become of the cell
+                assert message["metadata"]["rlm"].keys() >= {
+                    "episode_id",
+                    "done",
+                    "final_answer",
+                    "variables",
+                    "children",
+                }
         elif message["msg_type"].endswith("_reply") and message["header"].get("msg_type") != "execute_reply":
             self._replies.setdefault(parent, message["content"])
         elif cell is not None:
