@@ -20,7 +20,8 @@ The tree is ordered by whose fault it is, so that a caller can catch at the leve
     ├── PeerFailed                   somebody else broke
     │   ├── ModelCallError           a model call failed after the client's own retries
     │   ├── ChildFailedError         a child ended without an answer (``.status``)
-    │   └── NurseryError             the fork server could not be started or died
+    │   ├── NurseryError             the fork server could not be started or died
+    │   └── KernelDied               the kernel that an environment drives has died, or had to be killed
     └── LifecycleError
         ├── EpisodeClosing           a stop is under way; nothing new is admitted
         └── ChildCleanupError        processes could not be confirmed gone (``.survivors``)
@@ -167,6 +168,10 @@ class ChildFailedError(PeerFailed):
 
 class NurseryError(PeerFailed):
     """The nursery (fork server) could not be started, or died."""
+
+
+class KernelDied(PeerFailed):
+    """The kernel that an environment drives has died, or had to be killed. The environment's next reset starts another."""
 
 
 class LifecycleError(RLMError):
