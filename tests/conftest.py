@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,34 @@ os.environ[_TAG] = str(os.getpid())
 
 _JOIN_S = 5.0
 """Seconds for a thread of ours that is just ending."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test marked ``alone`` run while the other workers of a parallel run wait, its fixtures included."""
+    lock = _turns(item.config)
+    if lock is None:
+        return (yield)
+    fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    try:
+        return (yield)
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+@functools.cache
+def _turns(config: pytest.Config) -> int | None:
+    """Open the file whose lock the workers of a parallel run share; None in a run without workers."""
+    if not hasattr(config, "workerinput"):
+        return None
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    return os.open(factory.getbasetemp().parent / "turns", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def pytest_collection_finish() -> None:
+    """Take everything that was imported out of the garbage collector's way: several thousand tests make each collection slow."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -172,24 +172,101 @@ MUTATIONS = (
     ),
     Mutation(
         "an interrupt is acknowledged only when every exit is confirmed",
-        "jupyter/kernel.py",
+        "jupyter/control.py",
         "            report = await asyncio.wrap_future(run_off_thread(lambda: self.rlm.close(begun=True)))",
         "            run_off_thread(lambda: self.rlm.close(begun=True))\n            report = CleanupReport('close')",
         "tests/end_to_end/test_interrupting.py::test_no_child_is_left_when_interrupt_and_cell_are_acknowledged",
     ),
     Mutation(
         "a cell that finalizes is acknowledged only when its children are gone",
-        "jupyter/kernel.py",
-        "                await asyncio.wrap_future(run_off_thread(self.rlm.finalize))",
+        "jupyter/attachment.py",
+        "                await self._confirmed(run_off_thread(self.rlm.finalize), on_main)",
         "                run_off_thread(self.rlm.finalize)",
         "tests/end_to_end/test_finalizing.py::test_children_are_gone_before_the_reply_of_the_cell_that_finalizes",
     ),
     Mutation(
         "a shutdown is acknowledged only when every exit is confirmed",
-        "jupyter/kernel.py",
-        '            await asyncio.wrap_future(self._begin_shutdown("reset" if restart else "finalize"))',
-        '            self._begin_shutdown("reset" if restart else "finalize")',
+        "jupyter/control.py",
+        '                await asyncio.wrap_future(self._begin_shutdown("reset" if restart else "finalize"))',
+        '                self._begin_shutdown("reset" if restart else "finalize")',
         "tests/end_to_end/test_ending.py::test_no_child_is_left_when_a_shutdown_is_acknowledged",
+    ),
+    Mutation(
+        "in a stock kernel, a cell that ends in an interrupt is acknowledged only when its children are gone",
+        "jupyter/attachment.py",
+        "            closing = run_off_thread(self.rlm.close)",
+        "            run_off_thread(self.rlm.close)",
+        "tests/end_to_end/test_extension.py::test_a_cell_that_ends_in_an_interrupt_has_stopped_the_children_before_its_reply",
+    ),
+    Mutation(
+        "leaving IPython stops the children before the interpreter waits for threads",
+        "jupyter/terminal.py",
+        "            self.shell._atexit_once = self._leave_shell  # type: ignore[method-assign]",
+        "            pass",
+        "tests/end_to_end/test_extension_terminal.py::test_ctrl_d_stops_a_child_for_which_a_thread_of_the_users_waits",
+    ),
+    Mutation(
+        "a kernel with living children shows a culling server that it is not idle",
+        "jupyter/activity.py",
+        "                self._try_to_tell(number)\n",
+        "",
+        "tests/end_to_end/test_server.py::test_a_kernel_is_not_culled_while_a_child_lives_and_is_culled_when_it_has_ended",
+    ),
+    Mutation(
+        "the provisioner is done with a killed kernel only when nothing of it is left",
+        "jupyter/provisioner.py",
+        "            await self._wait_for_remains(pidfds)\n",
+        "            pass\n",
+        "tests/end_to_end/test_server_provisioner.py::test_a_killed_kernel_is_done_with_only_when_nothing_of_it_is_left",
+    ),
+    Mutation(
+        "an answer that does not fit its schema is not taken",
+        "session/structured.py",
+        "            problems = self._problems(reading)\n",
+        "            problems: list[str] = []\n",
+        "tests/session/test_structured.py",
+    ),
+    Mutation(
+        "every execute_reply carries the state of the episode",
+        "jupyter/attachment.py",
+        '            finished["rlm"] = observe(self.rlm)\n',
+        "            pass\n",
+        "tests/end_to_end/test_finalizing.py::test_after_the_answer_cells_run_and_children_are_refused_until_a_reset",
+    ),
+    Mutation(
+        "output of a model-driven cell counts",
+        "jupyter/attachment.py",
+        " if is_model_driven(cell_meta) else None",
+        " if False else None",
+        "tests/end_to_end/test_harness.py",
+    ),
+    Mutation(
+        "with a killed nursery, children of children have failed and are not taken for cancelled",
+        "children/reactor.py",
+        "                self._owner.on_broken(child_id, error)\n        for child_id, port",
+        "        for child_id, port",
+        "tests/end_to_end/test_events.py",
+    ),
+    Mutation(
+        "an interrupt of a model call is shown without the frames of its client",
+        "children/supervisor.py",
+        "        interrupt = error.with_traceback(None)",
+        "        interrupt = error",
+        "tests/end_to_end/test_interrupting.py::test_no_child_is_left_when_interrupt_and_cell_are_acknowledged",
+    ),
+    Mutation(
+        "a thread that code starts prints for the environment of that code",
+        "environment/routing.py",
+        '            if scope is not None and not thread.name.startswith("rlm-"):',
+        "            if False:",
+        "tests/environment/test_thread_shell.py",
+    ),
+    Mutation(
+        "llama.cpp is asked for its reply piece by piece",
+        "clients/specs.py",
+        '_local(8080, "LLAMACPP", stream=True)',
+        '_local(8080, "LLAMACPP")',
+        "tests/clients/test_openai_compatible.py::test_a_llamacpp_spec_streams",
     ),
 )
 
@@ -217,11 +294,23 @@ def run(mutation: Mutation) -> tuple[bool, str]:
         copy = Path(folder)
         for name in ("rlm_kernel", "tests", "kernelspec"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "rlm.py"):
             shutil.copy(ROOT / name, copy / name)
         target = copy / "rlm_kernel" / mutation.file
         target.write_text(target.read_text("utf-8").replace(mutation.old, mutation.new), "utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=60", mutation.test]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            "--timeout=60",
+            mutation.test,
+        ]
         try:
             done = subprocess.run(
                 command,

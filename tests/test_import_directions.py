@@ -19,7 +19,7 @@ PACKAGE = "rlm_kernel"
 LAYERS: dict[str, tuple[str, ...]] = {
     "front door": ("",),
     "jupyter": ("jupyter", "jupyter.*", "cli", "__main__"),
-    "session": ("session*", "child_run", "lifecycle*", "rundir", "config*"),
+    "session": ("session*", "child_run", "lifecycle*", "rundir", "config*", "export", "stored_runs"),
     "loop": ("loop", "loop.*"),
     "environment": ("environment", "environment.*"),
     "clients": ("clients", "clients.*"),
