@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import pkgutil
+import platform
 import select
 import signal
 import socket
@@ -44,6 +45,7 @@ def package_modules() -> list[str]:
 
 def take_posix_away() -> None:
     """Forget our own modules, and take away what only POSIX has."""
+    platform.uname()  # kept by the module, which would ask the operating system in another way on Windows
     for name in [name for name in sys.modules if name.partition(".")[0] == "rlm_kernel"]:
         del sys.modules[name]
     for name in MODULES:
