@@ -44,6 +44,10 @@ _NUDGES_S = (0.005, 0.02, 0.05, *itertools.repeat(0.2, 20))
 _ECHO_S = 0.2
 """Seconds after an interrupt in which a further signal is taken for its echo, unless another interrupt was asked for."""
 
+_LATE_ECHO_S = 1.0
+"""The same after one that was asked for by `interrupt`. It goes to the process group as well, and on a busy machine the thread that the
+operating system chooses for that one may take its time."""
+
 
 class CellInterrupts:
     """See the module's docstring.
@@ -60,6 +64,7 @@ class CellInterrupts:
         self._running = False
         self._armed = False
         self._due = False
+        self._asked = False
         self._echo_until = 0.0
         self._task: asyncio.Future[Any] | None = None
         self._cell_globals: object = None
@@ -95,7 +100,8 @@ class CellInterrupts:
 
     def _has_arrived(self) -> None:
         self.was_hit = True
-        self._due, self._echo_until = False, time.monotonic() + _ECHO_S
+        echo_s = _LATE_ECHO_S if self._asked else _ECHO_S
+        self._due, self._asked, self._echo_until = False, False, time.monotonic() + echo_s
 
     def _cancel(self, task: asyncio.Future[Any]) -> None:
         """Cancel the cell's task, once for each interrupt, however often the signal was repeated. Called by the loop."""
@@ -166,7 +172,7 @@ class CellInterrupts:
         """It has ended. May be called twice."""
         self._armed = False
         with self._lock:
-            self._running = self._expected = self._pending = self._due = False
+            self._running = self._expected = self._pending = self._due = self._asked = False
 
     def interrupt(self) -> bool:
         """Send SIGINT to the running cell, and to what it started in this process group.
@@ -178,7 +184,7 @@ class CellInterrupts:
             if not self._running:
                 self._pending = self._expected
                 return self._expected
-            self._due = True
+            self._due = self._asked = True
             if hasattr(os, "getpgrp") and os.getpgrp() == os.getpid():
                 os.killpg(os.getpid(), signal.SIGINT)
             self._signal_main_thread()

@@ -53,6 +53,14 @@ def test_a_running_cell_is_interrupted_once(interrupts) -> None:
     assert hits == 0
 
 
+def test_the_second_signal_of_an_interrupt_may_be_late_on_a_busy_machine(interrupts) -> None:
+    interrupts.arm()
+    with pytest.raises(KeyboardInterrupt):
+        from_another_thread(interrupts.interrupt)
+    interrupts._echo_until -= 0.5  # half a second later
+    signal.raise_signal(signal.SIGINT)  # raises nothing
+
+
 def test_a_second_interrupt_that_is_asked_for_hits_again(interrupts) -> None:
     interrupts.arm()
     for _ in range(2):
