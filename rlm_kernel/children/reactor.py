@@ -570,7 +570,6 @@ class Reactor:
         self._unregister(nursery.channel.fileno())
         if nursery.pidfd is not None:
             self._unregister(nursery.pidfd)
-        give_up_at = time.monotonic() + _LOST_GIVE_UP_S
         with _logged("reading a lost nursery's last messages"):
             for message, fds in _each(nursery.channel.receive()):
                 self._on_nursery_message(nursery, message, fds)
@@ -578,6 +577,7 @@ class Reactor:
             nursery.wait(_OWN_END_S)
         nursery.kill()
         nursery_gone = nursery.wait(_LOST_GIVE_UP_S)
+        give_up_at = time.monotonic() + _LOST_GIVE_UP_S
         leaders = {port.record.pid for port in self._ports.values() if port.record.pid is not None}
         survivors = sweep.kill_marked(nursery.marker, give_up_at, sessions=leaders)
         error = "; ".join(part for part in (why, nursery.describe_exit()) if part)
