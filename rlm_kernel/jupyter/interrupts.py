@@ -45,8 +45,8 @@ _ECHO_S = 0.2
 """Seconds after an interrupt in which a further signal is taken for its echo, unless another interrupt was asked for."""
 
 _LATE_ECHO_S = 1.0
-"""The same after one that was asked for by `interrupt`. It goes to the process group as well, and on a busy machine the thread that the
-operating system chooses for that one may take its time."""
+"""The same within one cell, after one that was asked for by `interrupt`. It goes to the process group as well, and on a busy machine the
+thread that the operating system chooses for that one may take its time."""
 
 
 class CellInterrupts:
@@ -65,7 +65,7 @@ class CellInterrupts:
         self._armed = False
         self._due = False
         self._asked = False
-        self._echo_until = 0.0
+        self._echo_until = self._late_until = 0.0
         self._task: asyncio.Future[Any] | None = None
         self._cell_globals: object = None
         self._otherwise: Callable[[], object] | None = None
@@ -82,7 +82,7 @@ class CellInterrupts:
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def _on_sigint(self, _signum: int, frame: FrameType | None) -> None:
-        if not self._due and time.monotonic() < self._echo_until:
+        if not self._due and time.monotonic() < max(self._echo_until, self._late_until):
             return
         if not self._armed:
             if self._otherwise is not None:
@@ -100,8 +100,9 @@ class CellInterrupts:
 
     def _has_arrived(self) -> None:
         self.was_hit = True
-        echo_s = _LATE_ECHO_S if self._asked else _ECHO_S
-        self._due, self._asked, self._echo_until = False, False, time.monotonic() + echo_s
+        now = time.monotonic()
+        self._echo_until, self._late_until = now + _ECHO_S, now + _LATE_ECHO_S if self._asked else 0.0
+        self._due = self._asked = False
 
     def _cancel(self, task: asyncio.Future[Any]) -> None:
         """Cancel the cell's task, once for each interrupt, however often the signal was repeated. Called by the loop."""
@@ -171,6 +172,7 @@ class CellInterrupts:
     def disarm(self) -> None:
         """It has ended. May be called twice."""
         self._armed = False
+        self._late_until = 0.0
         with self._lock:
             self._running = self._expected = self._pending = self._due = self._asked = False
 

@@ -44,9 +44,9 @@ def test_no_child_is_left_when_a_shutdown_is_acknowledged(start_kernel, server, 
 def test_two_shutdown_requests_back_to_back_are_both_answered(start_kernel, server, fifo) -> None:
     kernel = start_kernel()
     family = start_family(kernel, server, fifo)
-    first = kernel.ask("shutdown_request", {"restart": True})
-    second = kernel.ask("shutdown_request", {"restart": False})
     with family.watched() as processes:
+        first = kernel.ask("shutdown_request", {"restart": True})
+        second = kernel.ask("shutdown_request", {"restart": False})
         content, left = kernel.answer_at_once(first, processes)
         assert left == []
     assert content == {"status": "ok", "restart": True}
@@ -60,9 +60,9 @@ def test_a_shutdown_right_after_an_interrupt_does_not_run_the_graces_twice(start
     kernel = start_kernel()
     family = start_family(kernel, server, fifo)
     kernel.blocked("rlm_wait(hs)")
-    began = time.monotonic()
-    interrupt, shutdown = kernel.ask("interrupt_request"), kernel.ask("shutdown_request", {"restart": False})
     with family.watched() as processes:
+        began = time.monotonic()
+        interrupt, shutdown = kernel.ask("interrupt_request"), kernel.ask("shutdown_request", {"restart": False})
         _, left = kernel.answer_at_once(shutdown, processes)
     assert left == []
     assert time.monotonic() - began < GONE_S

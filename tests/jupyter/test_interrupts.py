@@ -58,7 +58,12 @@ def test_the_second_signal_of_an_interrupt_may_be_late_on_a_busy_machine(interru
     with pytest.raises(KeyboardInterrupt):
         from_another_thread(interrupts.interrupt)
     interrupts._echo_until -= 0.5  # half a second later
+    interrupts._late_until -= 0.5
     signal.raise_signal(signal.SIGINT)  # raises nothing
+    interrupts.disarm()
+    interrupts.arm()
+    with pytest.raises(KeyboardInterrupt):  # the next cell is interruptible at once
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_interrupt_that_is_asked_for_hits_again(interrupts) -> None:
