@@ -155,9 +155,8 @@ def read_stream(raw: bytes | str, endpoint: Endpoint, model: str | None) -> Comp
     pieces: list[str] = []
     counts: Mapping[str, Any] = {}
     ended = False
-    for line in re.split(
-        r"\r\n|\n|\r", text
-    ):  # and not at the other line ends of Unicode, which stand in texts as they are
+    # Not at the other line ends of Unicode, which stand in texts as they are.
+    for line in re.split(r"\r\n|\n|\r", text):
         data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if not data:
             continue

@@ -59,8 +59,8 @@ class _OutcomeRubric(Rubric):
         """Score an answer."""
 
 
-class ExactMatchRubric(_OutcomeRubric):
-    """1.0 if the answer is the expected one, else 0.0.
+class _TextRubric(_OutcomeRubric):
+    """Compare the two as texts.
 
     Args:
         normalize: ignore case and surrounding whitespace.
@@ -73,10 +73,25 @@ class ExactMatchRubric(_OutcomeRubric):
     def compare(self, expected: str, predicted: str) -> float:
         if self.normalize:
             expected, predicted = _normalized(expected), _normalized(predicted)
+        return self.compare_texts(expected, predicted)
+
+    @abc.abstractmethod
+    def compare_texts(self, expected: str, predicted: str) -> float:
+        """Score an answer, now that what is to be ignored has been taken out."""
+
+
+class ExactMatchRubric(_TextRubric):
+    """1.0 if the answer is the expected one, else 0.0.
+
+    Args:
+        normalize: ignore case and surrounding whitespace.
+    """
+
+    def compare_texts(self, expected: str, predicted: str) -> float:
         return 1.0 if expected == predicted else 0.0
 
 
-class FuzzyMatchRubric(_OutcomeRubric):
+class FuzzyMatchRubric(_TextRubric):
     """1.0 if the answer is the expected one, 0.5 if one of them contains the other, else 0.0.
 
     An empty text is contained in every other, and so earns nothing by it.
@@ -85,13 +100,7 @@ class FuzzyMatchRubric(_OutcomeRubric):
         normalize: ignore case and surrounding whitespace.
     """
 
-    def __init__(self, normalize: bool = True) -> None:
-        super().__init__()
-        self.normalize = normalize
-
-    def compare(self, expected: str, predicted: str) -> float:
-        if self.normalize:
-            expected, predicted = _normalized(expected), _normalized(predicted)
+    def compare_texts(self, expected: str, predicted: str) -> float:
         if expected == predicted:
             return 1.0
         return 0.5 if expected and predicted and (expected in predicted or predicted in expected) else 0.0
