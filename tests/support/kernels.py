@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +108,25 @@ class Processes:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+
+
+def kill_marked(mark: str, reap: Callable[[], object]) -> None:
+    """Kill every process that carries a mark, and wait until they are gone.
+
+    Args:
+        mark: the mark.
+        reap: waits for the one among them that is a child of this process.
+    """
+    for _ in range(100):  # killing a kernel lets the nursery, and that lets the children end: so look again
+        left = marked(mark)
+        if not left:
+            break
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        reap()
+        with contextlib.suppress(ProcessLookupError), Processes(sorted(marked(mark))) as processes:
+            processes.wait(1)
 
 
 class Fifo:
@@ -256,17 +275,7 @@ class Kernel:
         with contextlib.suppress(AttributeError):
             self.client.stop_channels()
         process = getattr(self.manager.provisioner, "process", None)
-        for _ in range(100):  # killing the kernel lets the nursery, and that lets the children end: so look again
-            left = marked(self.mark)
-            if not left:
-                break
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if process is not None:
-                process.wait(10)
-            with contextlib.suppress(ProcessLookupError), Processes(sorted(marked(self.mark))) as processes:
-                processes.wait(1)
+        kill_marked(self.mark, lambda: None if process is None else process.wait(10))
         if process is not None:
             process.wait(10)
             for stream in (process.stdin, process.stdout, process.stderr):
@@ -453,16 +462,7 @@ def command(arguments: Sequence[str], home: Path, **variables: str) -> Iterator[
     try:
         yield process, mark
     finally:
-        for _ in range(100):
-            left = marked(mark)
-            if not left:
-                break
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait(10)
-            with contextlib.suppress(ProcessLookupError), Processes(sorted(marked(mark))) as processes:
-                processes.wait(1)
+        kill_marked(mark, lambda: process.wait(10))
         process.wait(10)
         for stream in (process.stdout, process.stderr):
             if stream is not None:

@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import websocket
 from jupyter_client.kernelspec import KernelSpecManager
 
 from rlm_kernel.jupyter.install import install
-from tests.support.kernels import MARK, Cell, Processes, environment, marked
+from tests.support.kernels import MARK, Cell, environment, kill_marked, marked
 
 _READY = "the socket is there"
 
@@ -201,16 +200,7 @@ class Server:
 
     def stop(self) -> None:
         """Kill whatever of it still runs, and release everything."""
-        for _ in range(100):  # killing a kernel lets the nursery, and that lets the children end: so look again
-            left = marked(self.mark)
-            if not left:
-                break
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait(10)
-            with contextlib.suppress(ProcessLookupError), Processes(sorted(marked(self.mark))) as processes:
-                processes.wait(1)
+        kill_marked(self.mark, lambda: self.process.wait(10))
         self.process.wait(10)
         self._reader.join(10)
         assert self.process.stderr is not None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
 import sys
 import uuid
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any, Self
 
 import pexpect  # type: ignore[import-untyped]  # comes with IPython
 
-from tests.support.kernels import MARK, environment, marked
+from tests.support.kernels import MARK, environment, kill_marked
 
 _TIMEOUT_S = 20.0
 
@@ -84,15 +81,7 @@ class Terminal:
 
     def stop(self) -> None:
         """Kill whatever of it still runs."""
-        for _ in range(100):
-            left = marked(self.mark)
-            if not left:
-                break
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if self._process.isalive():
-                self._process.wait()
+        kill_marked(self.mark, lambda: self._process.isalive() and self._process.wait())
         self._process.close(force=True)
 
     def __enter__(self) -> Self:
