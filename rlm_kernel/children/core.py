@@ -6,6 +6,7 @@ to be done after a decision (*effects*) is taken out under the lock and carried 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -71,10 +72,15 @@ class Core:
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what decisions have left to do. Call it without the lock."""
+        # A batch in one post: a nursery that is lost while it starts the first has then been asked for all of them.
+        launches = [
+            functools.partial(self.reactor.launch, effect.record) for effect in effects if isinstance(effect, Launch)
+        ]
         for effect in effects:
             match effect:
-                case Launch(record):
-                    self.reactor.post(lambda record=record: self.reactor.launch(record))  # type: ignore[misc]
+                case Launch() if launches:
+                    self.reactor.post(*launches)
+                    launches.clear()
                 case StopProcesses(records, graces):
                     ids = tuple(record.id for record in records)
                     self.reactor.post(lambda ids=ids, graces=graces: self.reactor.stop(ids, graces))  # type: ignore[misc]

@@ -128,13 +128,13 @@ class Reactor:
 
     # -- from any thread
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Have ``work`` run on the reactor's thread, soon.
+    def post(self, *work: Callable[[], None]) -> None:
+        """Have calls run on the reactor's thread, soon and in one turn: nothing that comes from outside is seen between them.
 
         Raises:
             NurseryError: the thread cannot be started.
         """
-        self._todo.append(work)
+        self._todo.extend(work)
         with self._thread_lock:
             if self._thread is None:
                 self._start_thread()

@@ -21,6 +21,7 @@ import pytest
 
 from rlm_kernel.children import reactor
 from rlm_kernel.children.arrivals import Arrivals
+from rlm_kernel.children.reactor import Reactor
 from rlm_kernel.children.records import ChildSpec
 from rlm_kernel.children.supervisor import NurserySettings, Supervisor
 from rlm_kernel.errors import NurseryError
@@ -179,6 +180,18 @@ SITUATIONS: dict[str, Callable[[Supervisor, Reports], object]] = {
 }
 
 
+def slow_to_go_on_after_a_post(monkeypatch: pytest.MonkeyPatch, until: threading.Event) -> None:
+    """Have a thread that hands work to the supervisor thread go on only when an event has come: its slowest order."""
+    usual = Reactor.post
+
+    def post(self: Reactor, *work: Callable[[], None]) -> None:
+        usual(self, *work)
+        if threading.current_thread() is threading.main_thread():
+            until.wait(DEADLINE_S)
+
+    monkeypatch.setattr(Reactor, "post", post)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("callback", SITUATIONS)
 def test_an_error_of_our_own_wherever_it_comes_ends_in_terminal_states_and_the_loop_goes_on(
@@ -213,6 +226,8 @@ def test_an_error_of_our_own_wherever_it_comes_ends_in_terminal_states_and_the_l
         raise RuntimeError("a bug of ours")
 
     monkeypatch.setattr(Arrivals, callback, broken)
+    if callback == "on_started":
+        slow_to_go_on_after_a_post(monkeypatch, raised)
     SITUATIONS[callback](supervisor, reports)
     assert raised.wait(DEADLINE_S), "this callback was not called"
     statuses = supervisor.wait(refs(supervisor.status()), DEADLINE_S)
