@@ -19,7 +19,7 @@ How each step can fail, and what then happens:
 * a child ends, however it ends: it is seen by ``waitid(WNOWAIT)``, its process group is killed while the zombie still pins the
   number, it is reaped, and what it left behind, which the kernel has handed to us as a subreaper, is killed and reaped.
   Only then `Exited` is sent. What cannot be confirmed within the kill grace is named in it;
-* a child does not react: SIGINT, SIGTERM and SIGKILL follow each other, for all children side by side;
+* a child does not react: SIGINT (repeated twice, see `_ASK_AGAIN_S`), SIGTERM and SIGKILL follow each other, for all children side by side;
 * the nursery itself is killed: the children's parent-death signal takes them along, and the root finds what is left;
 * an unexpected exception here ends the process, which is the case above.
 """
@@ -56,7 +56,11 @@ _LONGEST_POLL_MS = 3_600_000.0
 _MEMORY_SAMPLE_S = 0.1
 """How often the memory of children with a limit is looked at: there is no event for it. A look costs about 0.3 ms."""
 
-_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
+_ASK_AGAIN_S = (0.02, 0.1)
+"""Seconds after which the request to stop is repeated. Python notices a signal that comes just before a system call only when that call
+returns; the second one ends the call, and the worker takes both for one."""
+
+_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ class _Child:
     code: int = 0
     give_up_at: float = 0.0
     sent: set[Step] = field(default_factory=set)
+    ask_again_at: list[float] = field(default_factory=list)
 
     @property
     def samples_memory(self) -> bool:
@@ -142,6 +147,7 @@ class Nursery:
     def _poll_timeout_ms(self) -> float | None:
         due = [child.timeout_at for child in self._children.values() if child.stop is None]
         due += [at for child in self._children.values() if child.stop and (at := child.stop.next_due()) is not None]
+        due += [child.ask_again_at[0] for child in self._children.values() if child.ask_again_at]
         due += [child.give_up_at for child in self._gone]
         now = time.monotonic()
         if any(child.samples_memory for child in self._children.values()):
@@ -288,15 +294,26 @@ class Nursery:
                 self._begin_stop(child, now, child.graces)
             while child.stop is not None and (step := child.stop.pop_due(now)) is not None:
                 self._signal(child, step)
+            while child.ask_again_at and child.ask_again_at[0] <= now:
+                child.ask_again_at.pop(0)
+                self._ask(child)
+
+    def _ask(self, child: _Child) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGINT)
 
     def _signal(self, child: _Child, step: Step) -> None:
         """Signal a child that has not been reaped. The request goes to the run itself, the two signals after it to its whole group."""
         child.sent.add(step)
-        signum = _SIGNAL_OF_STEP[step]
+        if step is Step.ASK:
+            now = time.monotonic()
+            child.ask_again_at = [now + pause_s for pause_s in _ASK_AGAIN_S]
+            self._ask(child)
+            return
+        child.ask_again_at = []
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signum)
-        if step is not Step.ASK:
-            posix.kill_group(child.pid, signum)
+            os.kill(child.pid, _SIGNAL_OF_STEP[step])
+        posix.kill_group(child.pid, _SIGNAL_OF_STEP[step])
 
     # -- reaping
 
@@ -390,13 +407,25 @@ def _warm_up(entry: str) -> list[str]:
         warnings.append(f"warming up left threads behind ({', '.join(posix.thread_names())})")
     gc.collect()
     gc.freeze()
+    gc.enable()
     return warnings
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the nursery: ``argv`` is one JSON object, written by `NurseryProcess`."""
+    try:
+        _main(json.loads(argv[0]))
+    except BaseException:
+        # The channel closes with the exit, not long before it: whoever sees it closed finds the exit code, too.
+        sys.excepthook(*sys.exc_info())
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(1)
+
+
+def _main(options: dict[str, Any]) -> None:
     began = time.monotonic()
-    options = json.loads(argv[0])
+    gc.disable()  # until `_warm_up` has frozen what is here: collections in the middle of the imports take a tenth of the time
     # Nobody looks out for the kernel's end while this process imports, and it has no children yet.
     if posix.set_parent_death_signal(signal.SIGKILL) and os.getppid() != options["kernel_pid"]:
         return

@@ -7,8 +7,8 @@ How each step can fail, and what then happens:
 
 * the start message does not come because the root is gone: the child exits; the nursery is about to kill it anyway;
 * the entry point cannot be imported, or raises: `Failure` with a readable error, then exit code 1;
-* a cooperative stop (SIGINT from the nursery) arrives: `StopRequested` is raised in the main thread, at once or, while a frame is
-  being written, right after it; ``finally`` blocks run; code that swallows it meets SIGTERM and SIGKILL later;
+* a cooperative stop (SIGINT from the nursery, which repeats it) arrives: `StopRequested` is raised in the main thread, once, at once or,
+  while a frame is being written, right after it; ``finally`` blocks run; code that swallows it meets SIGTERM and SIGKILL later;
 * the answer cannot be sent because the root is gone: nothing is left to tell; exit code 1;
 * code of the user's forks: the copy has another pid, and `Link` refuses to work there.
 
@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from rlm_kernel.children import forking
-from rlm_kernel.errors import ForkedProcessError
+from rlm_kernel.errors import ChildFailedError, ForkedProcessError
 from rlm_kernel.wire import messages as m
 from rlm_kernel.wire.channel import Channel, ChannelClosed, close_fds
 
@@ -83,7 +83,12 @@ class Link:
     # -- the cooperative stop
 
     def on_sigint(self, _signum: int, _frame: FrameType | None) -> None:
-        """Signal handler: raise `StopRequested` in the main thread, unless a frame is being written right now."""
+        """Signal handler: raise `StopRequested` in the main thread, unless a frame is being written right now.
+
+        Once: the nursery repeats the request, for the case that this thread was just about to enter a system call.
+        """
+        if self.stop_requested:
+            return
         self.stop_requested = True
         if not self._shields:
             raise StopRequested("the parent asked this run to stop")
@@ -235,11 +240,15 @@ def load_entry(dotted: str) -> Entry:
 def be_child(*, nursery_pid: int, channel_fd: int, log_fd: int, memory_limit_bytes: int | None = None) -> int:
     """Run one child from its reset to its exit code. Called right after the fork, with the held signals blocked."""
     link: Link | None = None
+    asked = False
 
     def on_sigint(signum: int, frame: FrameType | None) -> None:
-        if link is None:
+        nonlocal asked
+        again, asked = asked, True
+        if link is not None:
+            link.on_sigint(signum, frame)
+        elif not again:
             raise StopRequested("the parent asked this run to stop")
-        link.on_sigint(signum, frame)
 
     try:
         link = Link(socket.socket(fileno=channel_fd))
@@ -285,6 +294,8 @@ def _sendable(text: str) -> str:
 
 def _readable(error: BaseException) -> str:
     text = str(error).strip()
+    if isinstance(error, ChildFailedError):
+        return text  # that is what it will be called where it is shown
     name = type(error).__name__
     if isinstance(error, SystemExit):
         return f"the run's code ended its process ({name}: {text})"

@@ -179,6 +179,13 @@ def do_swallow(c: Context) -> None:
             c.report(swallowed=True)
 
 
+def do_count_requests(c: Context) -> str:
+    """Take three requests to stop without noticing any, as Python does with one that comes just before a system call."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    c.report()
+    return str(sum(signal.sigtimedwait({signal.SIGINT}, 5.0) is not None for _ in range(3)))
+
+
 def do_garbage(c: Context) -> None:
     c.report()
     os.write(c.link._channel.fileno(), b"printed by some C library\n" * 3)

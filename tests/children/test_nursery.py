@@ -190,6 +190,17 @@ def test_the_steps_follow_each_other_side_by_side_for_all(root: Root, reports: R
     assert {(e.code, e.asked, e.terminated, e.killed) for e in exits} == {(-9, True, True, True)}
 
 
+def test_the_request_to_stop_is_repeated_for_a_child_that_was_about_to_enter_a_system_call(
+    root: Root, reports: Reports
+) -> None:
+    root.spawn("a", "count_requests", reports)
+    root.expect(m.Started)
+    reports.next()
+    root.tell(m.Stop(("a",), LATE))
+    exited = root.exited()
+    assert (exited.code, exited.asked, exited.terminated) == (0, True, False)
+
+
 def test_a_second_stop_only_hastens(root: Root, reports: Reports) -> None:
     root.spawn("a", "stubborn", reports)
     root.expect(m.Started)

@@ -107,6 +107,21 @@ def test_a_stop_is_raised_at_once(ends: Ends, sigint: None) -> None:
     assert ends[0].stop_requested
 
 
+def test_a_request_that_is_repeated_does_not_break_into_the_unwinding(ends: Ends, sigint: None) -> None:
+    done = []
+
+    def unwind() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            done.append("unwound")
+
+    with pytest.raises(StopRequested):
+        unwind()
+    assert done == ["unwound"]
+
+
 def test_a_stop_while_a_frame_is_being_written_comes_right_after_it(
     ends: Ends, sigint: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
