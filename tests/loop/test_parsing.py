@@ -225,20 +225,20 @@ def test_any_valid_code_comes_back_exactly_from_the_shortest_fence(code: str, fe
 @pytest.mark.parametrize(
     "text",
     [
-        "```repl\n" * 30_000,
-        "```repl\n'''\n```\n" * 15_000,
-        "```repl\nx = ('''\n```\n" * 15_000,
-        "```repl\n'''\n" + "```\n" * 50_000,
-        "```repl\nx = \\'''\n```\n" * 10_000,  # opens a string, but closes none that is open
-        "```repl\n'''\n```\n'''\n(\n```\n" * 9_000,
-        "```repl\n" + "'" * 200_000,
-        "```repl\n" + "'''" * 70_000 + "\n```",
-        "```repl\n'''\n```\n'''\n" + " " * 150_000 + "\n```",
-        "```repl\n'''\n```\n'''\n" + "(" * 150_000 + "\n```",
-        "`" * 200_000,
-        " " * 200_000 + "```",
-        "```repl " + "x" * 200_000,
-        "<think>" * 30_000,
+        "```repl\n" * 10_000,
+        "```repl\n'''\n```\n" * 5_000,
+        "```repl\nx = ('''\n```\n" * 5_000,
+        "```repl\n'''\n" + "```\n" * 16_000,
+        "```repl\nx = \\'''\n```\n" * 3_000,  # opens a string, but closes none that is open
+        "```repl\n'''\n```\n'''\n(\n```\n" * 3_000,
+        "```repl\n" + "'" * 66_000,
+        "```repl\n" + "'''" * 23_000 + "\n```",
+        "```repl\n'''\n```\n'''\n" + " " * 50_000 + "\n```",
+        "```repl\n'''\n```\n'''\n" + "(" * 50_000 + "\n```",
+        "`" * 66_000,
+        " " * 66_000 + "```",
+        "```repl " + "x" * 66_000,
+        "<think>" * 10_000,
     ],
     ids=lambda text: repr(text[:24]),
 )
@@ -248,7 +248,7 @@ def test_hostile_text_is_read_in_linear_time(text: str) -> None:
     parse_blocks(text)
     explain_unrun(text)
     strip_reasoning(text)
-    assert time.process_time() - started < 10
+    assert time.process_time() - started < 4
 
 
 @given(
