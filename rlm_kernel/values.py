@@ -16,7 +16,13 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Finished model calls and their tokens. Adds up with ``+``."""
+    """Finished model calls and their tokens. Adds up with ``+``.
+
+    Attributes:
+        calls: how many calls.
+        prompt_tokens: tokens that were sent.
+        completion_tokens: tokens that came back.
+    """
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -24,6 +30,7 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
+        """Tokens of prompts and replies together."""
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
@@ -34,9 +41,29 @@ class Usage:
         )
 
 
+MAX_MODELS = 100
+"""Names of models that are counted one by one; code may make them up."""
+
+OTHER_MODELS = "(other models)"
+
+
+def count_by_model(totals: dict[str, Usage], model: str, usage: Usage) -> None:
+    """Add a call's usage to that of its model. A call that cost nothing at all is not worth a name."""
+    if usage == Usage():
+        return
+    if model not in totals and len(totals) >= MAX_MODELS:
+        model = OTHER_MODELS
+    totals[model] = totals.get(model, Usage()) + usage
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model client returns for one call."""
+    """What a model client returns for one call.
+
+    Attributes:
+        text: the model's reply.
+        usage: what the call used; one call without tokens if nothing is said.
+    """
 
     text: str
     usage: Usage = Usage(calls=1)
@@ -104,7 +131,17 @@ class FinalAnswer:
 
 
 class ChildState(StrEnum):
-    """The public states of a child; the last four are terminal."""
+    """The public states of a child; the last four are terminal.
+
+    Attributes:
+        QUEUED: there is no free slot for it yet, or the nursery is still starting.
+        RUNNING: its process exists.
+        WAITING: it is blocked on its own children.
+        COMPLETED: it has ended with an answer.
+        FAILED: it has ended without one, by a fault of its own, of its model or of its surroundings.
+        TIMED_OUT: its time was up.
+        CANCELLED: it was stopped.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -116,6 +153,7 @@ class ChildState(StrEnum):
 
     @property
     def done(self) -> bool:
+        """Whether it is one of the terminal states."""
         return self in _DONE
 
 
@@ -127,13 +165,23 @@ class ChildStatus:
     """A snapshot of one child. Its truth value is `done`.
 
     Attributes:
+        id: short, readable, unique in the kernel process, such as ``c3``.
+        name: the name it was given, else its id.
+        depth: 1 for a child of the notebook, 2 for its children, …
+        parent_id: the child that started it; None for the root.
+        state: where it stands.
         exited: true only after the exit of the process was confirmed (reaped, or reported by its pidfd).
+        pid: its process id; None before it has a process.
         exit_code: exit code, or minus the signal number that killed it; None while unknown.
         started_at: Unix time in seconds at which the process came to be; None before.
         elapsed_s: seconds since the start (until the end, once it has ended).
         last_activity_s: seconds since the last model call, output or iteration.
+        iterations: turns that it has made.
+        model: the model that it uses.
+        prompt_preview: the beginning of its task.
         result: the answer, once there is one.
         error: why there is no answer, readable.
+        usage: its own finished model calls; those of its children are in theirs.
         log_tail: the last part of what the child wrote to its stdout and stderr.
         trajectory_path: the JSONL file with one line per finished iteration.
         messages_sent, messages_seen: messages sent to it with ``rlm_send``, and how many of them its model has seen.
@@ -163,6 +211,7 @@ class ChildStatus:
 
     @property
     def done(self) -> bool:
+        """Whether the child has ended, in whatever way."""
         return self.state.done
 
     def __bool__(self) -> bool:
@@ -195,6 +244,7 @@ class CleanupReport:
     """What one lifecycle verb did.
 
     Attributes:
+        verb: its name, such as ``close``.
         duration_s: wall-clock seconds.
         stopped: ids of the children whose stop this verb caused and confirmed.
         asked, terminated, killed: how many children got the cooperative request, SIGTERM, SIGKILL.
@@ -211,6 +261,7 @@ class CleanupReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every exit was confirmed."""
         return not self.survivors
 
     def summary(self) -> str:
@@ -322,4 +373,5 @@ class ManagedChildConfig:
 
     @property
     def graces(self) -> Graces:
+        """The three grace periods of a stop."""
         return Graces(self.shutdown_grace_s, self.terminate_grace_s, self.kill_grace_s)

@@ -138,7 +138,8 @@ class Arrivals:
 
         def change(record: ChildRecord) -> None:
             record.active_mono = time.monotonic()
-            record.usage += message.usage
+            record.add_usage(message.usage, message.model)
+            record.history.note_call(record.active_mono - message.duration_s, record.active_mono)
             if message.permitted:
                 answers.extend(self._core.gate.ended(child_id, message.usage))
             else:

@@ -54,7 +54,7 @@ class Core:
     def __init__(self, on_change: ChildListener | None, on_warning: Callable[[str], None] | None) -> None:
         self.on_change = on_change
         self.on_warning = on_warning
-        self.on_stir: Callable[[], None] | None = None
+        self.on_stir: tuple[Callable[[], None], ...] = ()
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.registry = Registry()
@@ -112,8 +112,8 @@ class Core:
 
     def publish(self, record: ChildRecord) -> None:
         """Tell the listener of a child's new state, if it has one."""
-        if self.on_stir is not None:
-            self.on_stir()
+        for stirred in self.on_stir:
+            stirred()
         if self.on_change is None:
             return
         with self.lock:

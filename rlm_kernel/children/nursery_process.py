@@ -38,9 +38,16 @@ class NurseryProcess:
     """A running nursery. Make one with `start`."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], channel: Channel[Any], pidfd: int | None, marker: str, log_path: str
+        self,
+        process: subprocess.Popen[bytes],
+        channel: Channel[Any],
+        pidfd: int | None,
+        marker: str,
+        log_path: str,
+        warm_up: str = "",
     ) -> None:
         self._process = process
+        self.warm_up = warm_up
         self.channel = channel
         self.pidfd = pidfd
         self.marker = marker
@@ -108,7 +115,7 @@ class NurseryProcess:
             if own_pidfd is not None:
                 os.close(own_pidfd)
         marker = f"{MARKER_VARIABLE}={marker_value}"
-        return cls(process, Channel(ours, m.FromNursery), posix.open_pidfd(process.pid), marker, log_path)
+        return cls(process, Channel(ours, m.FromNursery), posix.open_pidfd(process.pid), marker, log_path, warm_up)
 
     @property
     def has_exited(self) -> bool:

@@ -278,6 +278,12 @@ class Reactor:
                 self._tell_nursery(m.Hold(key, text), (os.dup(fd),))
         return self._nursery
 
+    def give_up_idle_nursery(self, warm_up: str) -> None:
+        """End a nursery that has no children and was not warmed by ``warm_up``."""
+        nursery = self._nursery
+        if nursery is not None and nursery.warm_up != warm_up and not self._ports and not self._deferred:
+            self._lose_nursery("")
+
     def _serve_nursery(self, _mask: int) -> None:
         nursery = self._nursery
         if nursery is None:

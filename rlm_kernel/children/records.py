@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from rlm_kernel.children.history import ChildHistory, History
 from rlm_kernel.children.states import Outcome, Phase, public_state
-from rlm_kernel.values import ChildState, ChildStatus, Graces, Usage
+from rlm_kernel.values import ChildState, ChildStatus, Graces, Usage, count_by_model
 from rlm_kernel.wire.channel import close_fds
 
 PREVIEW_LENGTH = 120
@@ -72,6 +73,8 @@ class ChildRecord:
         exit_seen: its process is confirmed gone, though descendants may still be ending.
         undelivered: messages sent to it before it could be told.
         pidfd: open while the exit is not confirmed, where the platform has pidfds.
+        usage_by_model: parts of ``usage``, by the name of the model.
+        history: its states, as the registry notes them.
     """
 
     id: str
@@ -102,6 +105,11 @@ class ChildRecord:
     undelivered: list[str] = field(default_factory=list)
     messages_sent: int = 0
     messages_seen: int = 0
+    usage_by_model: dict[str, Usage] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        self.history.enter(ChildState.QUEUED, time.monotonic())
 
     @property
     def depth(self) -> int:
@@ -143,6 +151,29 @@ class ChildRecord:
     def is_reachable_from(self, caller: ChildRecord | None) -> bool:
         """Tell whether ``caller`` (None: the root) may see this child."""
         return caller is None or caller in self.ancestors()
+
+    def note_state(self, at: float | None = None) -> None:
+        """Write down the state that it is in now.
+
+        Args:
+            at: since when, by ``time.monotonic()``; None for now.
+        """
+        self.history.enter(self.state, time.monotonic() if at is None else at)
+
+    def confirm_exit(self) -> None:
+        """Its process is known to be gone, or never to come to be."""
+        if not self.exit_seen:
+            self.exit_seen = True
+            self.history.exited = time.monotonic()
+
+    def add_usage(self, usage: Usage, model: str) -> None:
+        """Count a model call."""
+        self.usage += usage
+        count_by_model(self.usage_by_model, model, usage)
+
+    def look_back(self, now: float, wall_offset: float) -> ChildHistory:
+        """Take a snapshot of its past."""
+        return self.history.snapshot(self.status(), self.usage_by_model, now, wall_offset)
 
     def status(self) -> ChildStatus:
         """Take a snapshot."""

@@ -13,7 +13,6 @@ the limit, woken ones first.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -218,6 +217,7 @@ class Registry:
             record.outcome = DECIDES[event]
             if error is not None:
                 record.error = error
+        record.note_state(record.started_mono if event is Event.STARTED else None)
         match action:
             case Action.SPAWN:
                 self._effects.append(Launch(record))
@@ -250,13 +250,13 @@ class Registry:
         if record.pid is not None or record.exit_seen:
             return
         self.apply(record, Event.SPAWN_FAILED, error=error)
-        record.exit_seen = True
+        record.confirm_exit()
 
     def exited(self, record: ChildRecord, code: int | None, error: str | None = None) -> None:
         """The child's process is confirmed gone. The child has ended once its descendants have ended, too."""
         if record.exit_seen:
             return
-        record.exit_seen = True
+        record.confirm_exit()
         record.exit_code = code
         if record.ended:
             return
@@ -278,9 +278,9 @@ class Registry:
             self.apply(record, Event.EXITED)
 
     def _finish(self, record: ChildRecord) -> None:
-        record.ended_mono = time.monotonic()
+        record.ended_mono = record.history.since
         if record.pid is None and not record.given_up:
-            record.exit_seen = True
+            record.confirm_exit()
         self._live.pop(record.id, None)
         if record in self._queue:
             self._queue.remove(record)

@@ -15,21 +15,24 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlm_kernel.children import posix
 from rlm_kernel.children.arrivals import Arrivals
 from rlm_kernel.children.callgate import Permission
 from rlm_kernel.children.core import ChildListener, Core, Ref
+from rlm_kernel.children.history import ChildHistory
 from rlm_kernel.children.nursery_process import NurseryProcess
 from rlm_kernel.children.observers import ObserverThread
 from rlm_kernel.children.reactor import Reactor
 from rlm_kernel.children.records import ChildRecord, ChildSpec, Limits
 from rlm_kernel.children.registry import Waiter
 from rlm_kernel.children.requests import Requests, budget_error
+from rlm_kernel.children.root_waits import RootWait, Stirs
 from rlm_kernel.children.states import Phase
 from rlm_kernel.children.stopping import Stopper
 from rlm_kernel.errors import EpisodeClosing, NurseryError, UsageMistake
@@ -61,16 +64,6 @@ class NurserySettings:
     log_path: str = ""
 
 
-@dataclass(slots=True, eq=False)
-class _RootWait:
-    """One wait of the root's. ``over`` is released when it is over."""
-
-    waiter: Waiter
-    over: threading.Lock
-    interrupted: bool = False
-    on_main_thread: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
-
-
 class Supervisor:
     """See the module's docstring.
 
@@ -96,7 +89,7 @@ class Supervisor:
         self._core.reactor = Reactor(Arrivals(self._core, Requests(self._core, self)), self._start_nursery)
         self._stopper = Stopper(self._core)
         self._admitting = True
-        self._root_waits: list[_RootWait] = []
+        self._root_waits: list[RootWait] = []
 
     @property
     def observers(self) -> ObserverThread:
@@ -120,12 +113,16 @@ class Supervisor:
             self._core.published.clear()
 
     def prepare(self) -> None:
-        """Start a nursery now, so that the first child need not wait for it."""
+        """Start a nursery now, so that the first child need not wait for it.
+
+        One without children that was warmed for something else is replaced.
+        """
         self._core.check_process()
         self._core.reactor.post(self._prepare)
 
     def _prepare(self) -> None:
         try:
+            self._core.reactor.give_up_idle_nursery(self.settings.warm_up)
             self._core.reactor.ensure_nursery()
         except (NurseryError, OSError) as error:
             _log.warning("%s", error)  # the first child will try again, and fail with this if it must
@@ -136,12 +133,27 @@ class Supervisor:
             warm_up=s.warm_up, preload=s.preload, keep_secrets=s.keep_secrets, log_path=s.log_path
         )
 
-    def call_on_stir(self, callback: Callable[[], None] | None) -> None:
+    def call_on_stir(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Have ``callback`` called whenever something may have happened to a child: at once, on whatever thread it happens.
 
         Unlike ``on_change`` it is not delayed by observers that block, so it must do no more than wake somebody.
+
+        Returns:
+            a function that withdraws it.
         """
-        self._core.on_stir = callback
+        with self._core.lock:
+            self._core.on_stir += (callback,)
+
+        def withdraw() -> None:
+            with self._core.lock:
+                self._core.on_stir = tuple(each for each in self._core.on_stir if each is not callback)
+
+        return withdraw
+
+    def stirs(self) -> Stirs:
+        """Return what a thread of the root can wait on until something may have happened to a child. Use it as a ``with`` block."""
+        self._core.check_process()
+        return Stirs(self._core, self._root_waits, self.call_on_stir)
 
     # -- admission
 
@@ -244,13 +256,13 @@ class Supervisor:
         self._core.check_process()
         over = threading.Lock()
         over.acquire()
-        wait: _RootWait | None = None
+        wait: RootWait | None = None
         try:
             with self._core.lock:
                 records = self._core.find(refs, None)
                 waiter = self._core.registry.add_waiter(records, any_, over.release)
                 if waiter is not None:
-                    wait = _RootWait(waiter, over)
+                    wait = RootWait(waiter, over)
                     self._root_waits.append(wait)
             if wait is not None:
                 over.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
@@ -278,7 +290,7 @@ class Supervisor:
         outcome: Future[T] = Future()
         over = threading.Lock()
         over.acquire()
-        wait = _RootWait(Waiter(set(), False, over.release), over)
+        wait = RootWait(Waiter(set(), False, over.release), over)
         context = contextvars.copy_context()
 
         def run() -> None:
@@ -331,6 +343,18 @@ class Supervisor:
                 self._core.registry.remove_waiter(waiter)
 
         return withdraw
+
+    def histories(self, refs: Sequence[Ref] | None = None, caller: ChildRecord | None = None) -> list[ChildHistory]:
+        """Take snapshots of the past of children, in start order: of the named ones, or of all that the caller can see.
+
+        Raises:
+            UnknownHandleError, StaleHandleError: a reference names no child of this episode and caller.
+        """
+        self._core.check_process()
+        with self._core.lock:
+            now = time.monotonic()
+            wall_offset = time.time() - now
+            return [record.look_back(now, wall_offset) for record in self._core.find(refs, caller)]
 
     def usage(self) -> Usage:
         """Return the usage of all children of the episode."""
@@ -413,7 +437,7 @@ class Supervisor:
         if permission is Permission.REFUSED or refusals:
             raise budget_error(limit)
 
-    def end_call(self, usage: Usage) -> None:
+    def end_call(self, usage: Usage, model: str = "", duration_s: float = 0.0) -> None:
         """A model call of the root has ended (with no tokens, if it failed)."""
         with self._core.lock:
             answers = self._core.gate.ended(ROOT, usage)

@@ -98,8 +98,8 @@ class LoopResult:
         messages: the whole conversation, the last reply included.
         iterations: turns made, the last chance not counted.
         stop_reason: ``final``: recorded in the REPL. ``final_in_reply``: in a reply without code. ``exhausted``: given
-            as ``FINAL(...)`` at the last chance. ``exhausted_fallback``: the whole last reply, or the draft in
-            ``answer["content"]``. ``no_answer``: not even that. ``deadline``: the cooperative deadline passed.
+            as ``FINAL(...)`` at the last chance. ``exhausted_fallback``: the whole last reply, if there is no code in it, or
+            the draft in ``answer["content"]``. ``no_answer``: not even that. ``deadline``: the cooperative deadline passed.
         usage: the loop's model calls and those that code made (as far as `CodeResult.model_calls` lists them).
         turn_usage: the loop's model calls alone.
         records: one per iteration, the last chance included.
@@ -161,6 +161,7 @@ class LoopRunner:
         max_reminders: see `MAX_REMINDERS`.
         task_variable: the expression under which a task too long to show is whole in the REPL.
         answer_form: what the answer must look like, in words; told with the task and at the last chance.
+        ended_by_others: exceptions by which others end the run. They know why, so the end line is left to them.
 
     Raises:
         ConfigurationError: ``max_iterations`` is not a whole number of at least 1.
@@ -181,6 +182,7 @@ class LoopRunner:
         max_reminders: int = MAX_REMINDERS,
         task_variable: str = "context",
         answer_form: str = "",
+        ended_by_others: tuple[type[BaseException], ...] = (),
     ) -> None:
         if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
             raise ConfigurationError("max_iterations", max_iterations, "must be a whole number of at least 1")
@@ -195,6 +197,7 @@ class LoopRunner:
         self._deadline = cooperative_deadline
         self._max_reminders = max_reminders
         self._task_variable = task_variable
+        self._ended_by_others = ended_by_others
         self._answer_form = f"\n\n{answer_form}" if answer_form else ""
         self._messages: list[Message] = []
         self._records: list[IterationRecord] = []
@@ -218,7 +221,8 @@ class LoopRunner:
         try:
             answer, reason = self._loop(task)
         except BaseException as error:
-            self._write_end("error", None, _describe(error))
+            if not isinstance(error, self._ended_by_others):
+                self._write_end("error", None, _describe(error))
             raise
         self._write_end(reason, answer, None)
         return LoopResult(
@@ -331,7 +335,8 @@ class LoopRunner:
             draft.final = self._answer_in_last_reply(draft.reply)
             if draft.final is not None:
                 return draft.final, "exhausted"
-            draft.final = self._fallback(draft.reply.strip())
+            # Code that nobody runs any more is no answer.
+            draft.final = self._fallback("" if runnable_blocks(draft.reply) else draft.reply.strip())
             return draft.final, "no_answer" if draft.final is None else "exhausted_fallback"
 
     def _fallback(self, whole: str) -> FinalAnswer | None:

@@ -1,7 +1,7 @@
 """The run of one child: what `rlm_kernel.children.worker` calls in the forked process, and what the nursery warms up
 for it.
 
-Who runs it: `warm_up` in the nursery, before it forks anything; `run` in the child, on its main thread. The order in
+Who runs it: one of the two ``warm_up…`` in the nursery, before it forks anything; `run` in the child, on its main thread. The order in
 `run` matters: the client is built while the environment still has its secrets, which are removed before any code of the
 model's runs.
 """
@@ -28,7 +28,7 @@ from rlm_kernel.session import contexts
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
 from rlm_kernel.session.kept_contexts import describe_kept
 from rlm_kernel.session.model_repl import ModelREPL
-from rlm_kernel.session.models import ModelAccess
+from rlm_kernel.session.models import ModelAccess, name_for_usage
 from rlm_kernel.session.ports import LinkPort, checked
 from rlm_kernel.session.structured import SCHEMA_VARIABLE, AnswerCheck, describe_form, why_no_answer
 from rlm_kernel.session.tasks import ChildTask, Inherited, sendable_text, unpack_inherited, unpack_task
@@ -46,10 +46,15 @@ def shell() -> InteractiveShell:
 
 
 def warm_up() -> None:
-    """Import and exercise what every child needs, so that the fork inherits it."""
+    """Import and exercise what children need, so that the fork inherits it."""
     from rlm_kernel.clients import openai_compatible
 
     openai_compatible.prewarm()
+    warm_up_without_openai()
+
+
+def warm_up_without_openai() -> None:
+    """The same where the model client does not use ``openai``, which takes more than half of the time."""
     AnswerCheck.of({"type": "object"})
     interpreter = Interpreter(shell(), echo=False)
     interpreter.execute("None")
@@ -69,6 +74,7 @@ def run(link: Link, start: m.Start) -> str:
     models = ModelAccess(
         functools.partial(build_client, factory),
         model=task.model or inherited.model,
+        name_of=functools.partial(name_for_usage, factory),
         meter=LinkMeter(link, asks=inherited.asks_for_calls),
     )
     _ = models.client  # built now, with the secrets still in the environment
@@ -112,6 +118,7 @@ def run(link: Link, start: m.Start) -> str:
             trajectory=trajectory,
             task_variable="context" if task.context is None else "task",
             answer_form=form,
+            ended_by_others=(StopRequested,),  # the root writes: cancelled, or timed out
             events=RunEvents(
                 before_model_call=lambda messages: _with_messages(link, _check_stop(link, messages)),
                 on_block_end=lambda _iteration, _index, _code, result: _check_memory(inherited, result),
@@ -122,8 +129,8 @@ def run(link: Link, start: m.Start) -> str:
     _check_stop(link, [])
     if result.answer is None:
         raise ChildFailedError(
-            f"the run ended without an answer ({result.stop_reason} after {result.iterations} iterations)"
-            + ("" if check is None else why_no_answer(check))
+            f"no answer after {result.iterations} iteration{'' if result.iterations == 1 else 's'}"
+            + ("; raise max_iterations, or ask for less" if check is None else why_no_answer(check))
         )
     return sendable_text(result.answer.text)
 
@@ -169,8 +176,8 @@ class LinkMeter:
         if self._asks:
             checked(self._link.request(m.AskCall))
 
-    def end_call(self, usage: Usage) -> None:
-        self._link.notify(m.CallEnded(usage, permitted=self._asks))
+    def end_call(self, usage: Usage, model: str = "", duration_s: float = 0.0) -> None:
+        self._link.notify(m.CallEnded(usage, permitted=self._asks, model=model, duration_s=duration_s))
 
 
 def features(depth: int, max_depth: int) -> PromptFeatures:
@@ -184,7 +191,7 @@ def _furnish(
 ) -> tuple[Finalization, dict[str, Any]]:
     """Put the helpers, ``context`` and ``answer`` into the namespace."""
     finalization = Finalization(lambda: interpreter.namespace, lambda: HIDDEN_NAMES)
-    port = LinkPort(link)
+    port = LinkPort(link, inherited.root_model or None)
     helpers = Helpers(
         HelperEnvironment(
             children=lambda: port,

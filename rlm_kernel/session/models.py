@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlm_kernel.errors import ForkedProcessError, ModelCallError
-from rlm_kernel.values import Completion, Message, ModelCall, Usage
+from rlm_kernel.values import Completion, Message, ModelCall, Usage, count_by_model
 
 if TYPE_CHECKING:
     from rlm_kernel.clients.base import ModelClient
 
 _PROMPT_KEPT = 20_000
 """Characters of a prompt or response that the record of a call keeps."""
+
+_NAME_KEPT = 200
+"""Characters of a model's name that are kept where usage is counted."""
 
 BATCH_WORKERS = 8
 """Model calls of one ``llm_query_batched`` that are under way at once."""
@@ -31,8 +34,14 @@ class CallMeter(Protocol):
     def begin_call(self) -> None:
         """Wait until a call may be made; raises `ChildLimitError` if none may be made any more."""
 
-    def end_call(self, usage: Usage) -> None:
-        """A call has ended (with no usage, if it failed)."""
+    def end_call(self, usage: Usage, model: str = "", duration_s: float = 0.0) -> None:
+        """A call has ended (with no usage, if it failed).
+
+        Args:
+            usage: what it cost.
+            model: the name under which the model was called.
+            duration_s: wall-clock seconds that the call took.
+        """
 
 
 class ModelAccess:
@@ -41,6 +50,7 @@ class ModelAccess:
     Args:
         build: builds the client, at the first call.
         model: the model that calls without ``model=`` use, None for the client's default.
+        name_of: gives the name under which usage of a model is counted, None for the default model.
         meter: is asked before each call, and told what it cost.
         run: carries out what blocks, so that it can be interrupted where this process knows how.
         batch_workers: calls of one batch that are under way at once.
@@ -51,6 +61,7 @@ class ModelAccess:
         build: Callable[[], ModelClient],
         *,
         model: str | None = None,
+        name_of: Callable[[str | None], str] = lambda model: model or "",
         meter: CallMeter | None = None,
         run: Callable[[Callable[[], Any]], Any] = lambda work: work(),
         batch_workers: int = BATCH_WORKERS,
@@ -58,6 +69,7 @@ class ModelAccess:
         self._batch_workers = batch_workers
         self._build = build
         self._model = model
+        self._name_of = name_of
         self._meter = meter
         self._run = run
         self._client: ModelClient | None = None
@@ -65,6 +77,7 @@ class ModelAccess:
         self._calls: list[ModelCall] = []
         self._pid = os.getpid()
         self._usage = Usage()
+        self._usage_by_model: dict[str, Usage] = {}
 
     @property
     def client(self) -> ModelClient:
@@ -82,6 +95,12 @@ class ModelAccess:
         with self._lock:
             return self._usage
 
+    @property
+    def usage_by_model(self) -> dict[str, Usage]:
+        """The same, by the names under which models were called."""
+        with self._lock:
+            return dict(self._usage_by_model)
+
     def complete(self, messages: list[Message], model: str | None = None) -> Completion:
         """Make one call of the loop's own (it is not recorded as a call of code).
 
@@ -97,11 +116,13 @@ class ModelAccess:
         usage = Usage()
         if self._meter is not None:
             self._meter.begin_call()
+        model = self._model if model is None else model
+        began = time.monotonic()
         try:
-            completion = client.complete(messages, self._model if model is None else model)
+            completion = client.complete(messages, model)
             usage = completion.usage
         finally:
-            self._count(usage)
+            self._count(usage, self._name_of(model), time.monotonic() - began)
         return completion
 
     def ask(self, prompt: str, model: str | None = None) -> str:
@@ -149,11 +170,13 @@ class ModelAccess:
             calls, self._calls = tuple(self._calls), []
         return calls
 
-    def _count(self, usage: Usage) -> None:
+    def _count(self, usage: Usage, model: str, duration_s: float) -> None:
+        name = model[:_NAME_KEPT].encode("utf-8", "replace").decode()  # as a message can carry it
         with self._lock:
             self._usage += usage
+            count_by_model(self._usage_by_model, name, usage)
         if self._meter is not None:
-            self._meter.end_call(usage)
+            self._meter.end_call(usage, name, duration_s)
 
     def _record(self, prompt: str, completion: Completion, began: float, error: str | None) -> None:
         call = ModelCall(
@@ -184,3 +207,21 @@ def describe_model(factory: Any, model: str | None) -> str:
     if isinstance(spec, str):
         return spec
     return factory if isinstance(factory, str) else getattr(factory, "__qualname__", type(factory).__name__)
+
+
+def name_for_usage(factory: Any, model: str | None) -> str:
+    """Return the name under which usage of a model is counted: with its provider, where a spec says which that is.
+
+    Args:
+        factory: builds the client.
+        model: as it is passed to the client, None for the client's default.
+    """
+    spec = getattr(factory, "spec", None)
+    if not isinstance(spec, str):
+        return describe_model(factory, model)
+    if model is None or "/" not in spec:
+        return spec  # the demo model is the same by any name
+    from rlm_kernel.clients.specs import wire_name
+
+    provider = spec.partition("/")[0]
+    return f"{provider}/{wire_name(provider, str(model))}"

@@ -128,7 +128,7 @@ class RunNode:
         """
         self.check()
 
-    def end_call(self, usage: Usage) -> None:
+    def end_call(self, usage: Usage, model: str = "", duration_s: float = 0.0) -> None:
         """Add up what a call has cost, here and all the way up."""
         with self._lock:
             node: RunNode | None = self

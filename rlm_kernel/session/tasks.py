@@ -12,6 +12,7 @@ from rlm_kernel.session.contexts import EncodedContext
 
 CHILD_ENTRY = "rlm_kernel.session.child_run:run"
 WARM_UP = "rlm_kernel.session.child_run:warm_up"
+WARM_UP_WITHOUT_OPENAI = "rlm_kernel.session.child_run:warm_up_without_openai"
 
 PREVIEW_LENGTH = 120
 

@@ -226,10 +226,17 @@ class Iteration(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallEnded(msgspec.Struct, tag=True, frozen=True):
-    """A model call of the child's has ended. ``permitted`` gives back what `AskCall` had given."""
+    """A model call of the child's has ended. ``permitted`` gives back what `AskCall` had given.
+
+    Attributes:
+        model: the name under which the model was called.
+        duration_s: wall-clock seconds of the call itself.
+    """
 
     usage: Usage
     permitted: bool = False
+    model: str = ""
+    duration_s: float = 0.0
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlm_kernel.children import posix
-from rlm_kernel.children.supervisor import Supervisor
+from rlm_kernel.children.supervisor import NurserySettings, Supervisor
 from rlm_kernel.errors import ChildLimitError, EpisodeClosing, ForkedProcessError, StaleHandleError, UnknownHandleError
 from rlm_kernel.values import ChildState, ChildStatus, Graces
 from rlm_kernel.wire.channel import _MAX_FDS
@@ -27,6 +27,7 @@ from tests.children.helpers import (
     finish,
     is_gone,
     limits,
+    nursery_of,
     refs,
     spec,
 )
@@ -725,3 +726,25 @@ def test_exits_are_confirmed_without_pidfds_too(make_supervisor: Make, monkeypat
     monkeypatch.setattr(posix, "open_pidfd", lambda _pid: None)
     supervisor = make_supervisor()
     assert one(finish(supervisor, spec("echo"))).state is ChildState.COMPLETED
+
+
+def test_a_nursery_that_was_warmed_for_something_else_is_replaced_while_it_has_no_children(
+    make_supervisor: Make, reports: Reports
+) -> None:
+    supervisor = make_supervisor()
+    assert finish(supervisor, spec("echo"))[0].result == "ok"
+    first = nursery_of(supervisor)
+    supervisor.prepare()
+    child = supervisor.start([spec("pause", reports)])
+    reports.next()
+    assert nursery_of(supervisor) == first
+    supervisor.settings = NurserySettings(warm_up="tests.children.entries:warm_up")
+    supervisor.prepare()
+    assert finish(supervisor, spec("echo"))[0].result == "ok"
+    assert nursery_of(supervisor) == first, "it has a child"
+    assert supervisor.stop("close", QUICK, refs(child)).ok
+    with Watched(first) as watched:
+        supervisor.prepare()
+        assert finish(supervisor, spec("echo"))[0].result == "ok"
+        assert watched.alive(DEADLINE_S) == []
+    assert nursery_of(supervisor) != first

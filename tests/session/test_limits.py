@@ -12,6 +12,7 @@ import pytest
 
 from rlm_kernel.children import posix
 from rlm_kernel.errors import ChildLimitError
+from rlm_kernel.jupyter.views.costs import cost_view
 from rlm_kernel.session.holding import HOLD_FROM
 from rlm_kernel.values import ChildState, Usage
 from tests.session.conftest import Root, block, held, task
@@ -258,3 +259,38 @@ def test_shared_plain_objects_are_held(root: Root, kind: Any) -> None:
     answers = root.rlm_query_batched(["leaf"] * 3, context=shared)
     assert answers == [f"['{kind.__name__}', {2 * HOLD_FROM}]"] * 3
     assert len(root.session.held) == 1
+
+
+def test_usage_by_model_adds_up_to_the_episodes_to_the_token(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls in cells, of children and of grandchildren, with models of their own; of one that failed, and of one that was killed."""
+    rules = {
+        "PARENT": "```repl\na = llm_query('x', model='other')\nFINAL(rlm_query('LEAF', model='leaf model'))\n```",
+        "LEAF": "```repl\nFINAL('leaf')\n```",
+        "DIES": "```repl\nimport os; llm_query('x'); os.kill(os.getpid(), 9)\n```",
+        "FAILS": RuntimeError("no"),
+        "x": "an answer",
+    }
+    session = root.session
+    session.configure("max_depth", "3")
+    root.scripted(rules=rules, usage=Usage(1, 7, 3))
+    children = [root.rlm_query(prompt, blocking=False, name=prompt) for prompt in ("PARENT", "DIES", "FAILS")]
+    root.llm_query("x", model="of the notebook")
+    root.llm_query_batched(["x", "x"])
+    monkeypatch.setenv("RLM_TEST_HOST", "1")  # an address has changed: a new client
+    root.llm_query("x")
+    assert all(root.rlm_wait(children, timeout_s=20))
+    histories = session.supervisor.histories()
+    parts = [session.root_usage_by_model, *(each.usage_by_model for each in histories)]
+    assert sum((used for part in parts for used in part.values()), Usage()) == session.usage == Usage(9, 63, 27)
+    assert [sum(each.usage_by_model.values(), Usage()) for each in histories] == [h.status.usage for h in histories]
+    parent = next(each for each in histories if each.status.name == "PARENT")
+    assert parent.usage_by_model["other"] == Usage(1, 7, 3)
+    assert len(parent.calls) == 2
+    assert all(parent.asked_at < start < end < (parent.ended_at or 0) for start, end in parent.calls)
+    by_model, by_run = cost_view(session).tables
+    assert by_model[-1] == ("all models", "9", "63", "27")
+    assert by_run[-1][:4] == ("all runs", "9", "63", "27")
+    assert ("of the notebook", "1", "7", "3") in by_model
+    assert ("leaf model", "1", "7", "3") in by_model
+    assert session.reset().ok
+    assert session.root_usage_by_model == {}

@@ -44,7 +44,7 @@ class Meter:
             raise ChildLimitError("max_total_tokens", 100)
         self.begun += 1
 
-    def end_call(self, usage: Usage) -> None:
+    def end_call(self, usage: Usage, model: str = "", duration_s: float = 0.0) -> None:
         self.ended.append(usage)
 
 

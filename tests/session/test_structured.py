@@ -327,7 +327,7 @@ def test_without_a_fitting_answer_the_child_fails_with_reason_and_text(root: Roo
     with pytest.raises(ChildFailedError) as caught:
         root.rlm_query("p", schema=Person)
     said = str(caught.value)
-    assert "no_answer after 2 iterations" in said
+    assert "no answer after 2 iterations" in said
     assert "is not of type 'object'" in said
     assert "three and nothing else" in said
     status = caught.value.status
