@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from rlm_kernel.clients.base import ModelClient, as_client
 from rlm_kernel.errors import ConfigurationError, ModelCallError
@@ -97,6 +97,8 @@ class ScriptedClient(ModelClient):
 @dataclass(frozen=True)
 class ScriptedFactory:
     """A client factory for `ScriptedClient`; see `ScriptedClient.factory`."""
+
+    uses_openai: ClassVar[bool] = False
 
     replies: Replies = ()
     options: Mapping[str, Any] = field(default_factory=dict)

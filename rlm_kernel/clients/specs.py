@@ -114,6 +114,11 @@ class SpecFactory:
         """The model's name as its provider knows it."""
         return parse_spec(self.spec).model
 
+    @property
+    def uses_openai(self) -> bool:
+        """Whether the client works through the ``openai`` package."""
+        return parse_spec(self.spec).provider not in (DEMO, LITELLM)
+
     def __call__(self) -> ModelClient:
         """Build the client in this process, from the environment as it is now.
 

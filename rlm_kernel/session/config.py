@@ -125,6 +125,18 @@ SETTINGS: dict[str, Setting] = {
         "seconds between signs of live children to a culling server",
         "RLM_KEEP_ALIVE_S",
     ),
+    "warm_openai": Setting(
+        _switch,
+        "true or false",
+        "whether children find openai imported; false saves time at the start with a client_factory that does not use it",
+        "RLM_WARM_OPENAI",
+    ),
+    "live_views": Setting(
+        _switch,
+        "true or false",
+        "whether cells that wait for children show a live table",
+        "RLM_LIVE_VIEWS",
+    ),
     "limits_locked": Setting(_switch, "true or false", "whether notebooks may lower limits only, not raise them"),
 }
 
@@ -151,6 +163,8 @@ _DEFAULTS: dict[str, Any] = {
     "run_dir": None,
     "keep_runs": 100,
     "keep_alive_s": 10.0,
+    "warm_openai": True,
+    "live_views": True,
     "limits_locked": False,
     **{
         name: ManagedChildConfig.__dataclass_fields__[name].default
@@ -246,6 +260,11 @@ class Settings:
         return SpecFactory(self._values["model"])
 
     @property
+    def warms_openai(self) -> bool:
+        """Whether the nursery is to import ``openai``: the client may use it, and nobody says otherwise."""
+        return bool(self._values["warm_openai"] and getattr(self.factory, "uses_openai", True))
+
+    @property
     def call_model(self) -> str | None:
         """The model name that calls pass on. A spec's model is the client's own default, so it is None then."""
         return self._values["model"] if self._values["client_factory"] is not None else None
@@ -256,7 +275,7 @@ class Settings:
         Raises:
             ConfigurationError: unknown name or illegal value; nothing was changed.
         """
-        value = _parsed(name, self._setting(name), text)
+        value = _parsed(name, self._setting(name, text), text)
         self.set(name, value)
         return value
 
@@ -279,18 +298,18 @@ class Settings:
         self._change({"client_factory": value, "model": None} if name == "client_factory" and value else {name: value})
         self._lock()
 
-    def _setting(self, name: str) -> Setting:
+    def _setting(self, name: str, value: object) -> Setting:
         if name not in SETTINGS:
             import difflib
 
             close = difflib.get_close_matches(name, SETTINGS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(SETTINGS)}"
-            raise ConfigurationError(name, "", f"there is no such setting; {hint}")
+            raise ConfigurationError(name, value, f"there is no such setting; {hint}")
         return SETTINGS[name]
 
     def _change(self, changes: Mapping[str, Any], shown: Mapping[str, str] | None = None) -> None:
         for name in changes:
-            self._setting(name)
+            self._setting(name, changes[name])
         values = {**self._values, **changes}
         try:
             _check(values)
@@ -348,8 +367,9 @@ def _check(values: Mapping[str, Any]) -> None:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigurationError("keep_runs", keep, "must be a whole number of at least 1")
     _check_keep_alive(values["keep_alive_s"])
-    if not isinstance(values["limits_locked"], bool):
-        raise ConfigurationError("limits_locked", values["limits_locked"], "must be true or false")
+    for name in ("limits_locked", "warm_openai", "live_views"):
+        if not isinstance(values[name], bool):
+            raise ConfigurationError(name, values[name], "must be true or false")
     if values["run_dir"] is not None and not isinstance(values["run_dir"], str | os.PathLike):
         raise ConfigurationError("run_dir", values["run_dir"], "must be a directory")
     _managed(values)

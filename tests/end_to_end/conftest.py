@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
+from tests.support import plain_client
 from tests.support.kernels import Fifo, Kernel
 from tests.support.model_server import ModelServer, _Handler, reply, script
 
@@ -66,11 +67,12 @@ StartKernel = Callable[..., Kernel]
 
 @pytest.fixture
 def start_kernel(server: ModelServer, tmp_path: Path) -> Iterator[StartKernel]:
-    """Start kernels of the test's own; keyword arguments are further environment variables."""
+    """Start kernels of the test's own; keyword arguments are further variables. Without ``RLM_MODEL`` they use `plain_client`."""
     with ExitStack() as stack:
 
         def start(**variables: str) -> Kernel:
-            given: dict[str, Any] = {"RLM_MODEL": "openai/test", **server.environment, **variables}
+            model = server.environment if "RLM_MODEL" in variables else plain_client.variables(server)
+            given: dict[str, Any] = {**model, **variables}
             return stack.enter_context(Kernel(tmp_path / "kernel", **given))
 
         yield start

@@ -103,7 +103,7 @@ def test_a_bad_value_in_the_environment_does_not_keep_the_kernel_from_starting(s
 
 def test_no_api_key_is_anywhere_outside_of_the_kernel_and_its_calls(start_kernel, server) -> None:
     secret = "sk-secret-0123456789abcdef"
-    kernel = start_kernel(OPENAI_API_KEY=secret, HF_TOKEN="hf-" + secret)
+    kernel = start_kernel(RLM_MODEL="openai/test", OPENAI_API_KEY=secret, HF_TOKEN="hf-" + secret)
     look = (
         "import os\n"
         "print(sorted(os.environ.items()))\n"

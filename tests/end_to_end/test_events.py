@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import plain_client
 from tests.support.families import Kinds, start_kinds
 from tests.support.kernels import Fifo, Kernel, Processes, marked
 from tests.support.model_server import ModelServer, reply
@@ -25,7 +26,6 @@ KILLED_S = 3.5
 """Seconds within which nothing is left after the kernel or the nursery was killed."""
 
 SETTINGS = {
-    "RLM_MODEL": "openai/test",
     "RLM_MAX_DEPTH": "3",
     "RLM_SHUTDOWN_GRACE_S": "0.2",
     "RLM_TERMINATE_GRACE_S": "0.1",
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def settled(server: ModelServer) -> dict[str, Any]:
-    return {**SETTINGS, **server.environment}
+    return {**SETTINGS, **plain_client.variables(server)}
 
 
 @pytest.fixture(scope="module")

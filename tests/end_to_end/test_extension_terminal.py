@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import plain_client
 from tests.support.families import STUBBORN
 from tests.support.kernels import Fifo, Processes, marked
 from tests.support.model_server import ModelServer, code, script
@@ -25,9 +26,7 @@ def terminal(server: ModelServer, tmp_path: Path, fifo: Fifo) -> Iterator[Termin
     with ExitStack() as stack:
         # Short graces: that they are kept is tested elsewhere.
         variables = {"RLM_SHUTDOWN_GRACE_S": "0.1", "RLM_TERMINATE_GRACE_S": "0.1", "CHILD": script(code(text))}
-        running = stack.enter_context(
-            Terminal(tmp_path / "terminal", RLM_MODEL="openai/test", **server.environment, **variables)
-        )
+        running = stack.enter_context(Terminal(tmp_path / "terminal", **plain_client.variables(server), **variables))
         running.run("%load_ext rlm_kernel")
         yield running
 

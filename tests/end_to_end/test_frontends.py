@@ -23,6 +23,7 @@ import nbformat
 import pytest
 
 from rlm_kernel.jupyter.install import kernel_spec
+from tests.support import plain_client
 from tests.support.families import tag
 from tests.support.kernels import GONE_S, MARK, Processes, environment, marked
 
@@ -50,7 +51,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def variables(home, server) -> dict[str, str]:
-    return {"RLM_MODEL": "openai/test", "JUPYTER_PATH": str(home / "share"), "TERM": "dumb", **server.environment}
+    return {"JUPYTER_PATH": str(home / "share"), "TERM": "dumb", **plain_client.variables(server)}
 
 
 @pytest.fixture
@@ -100,7 +101,6 @@ def outputs(path: Path) -> str:
 
 
 COMMANDS = {
-    "nbclient": ["jupyter-execute", "notebook.ipynb", "--output", "done"],
     "nbconvert": ["jupyter-nbconvert", "--execute", "--to", "notebook", "notebook.ipynb", "--output", "done.ipynb"],
     "papermill": ["papermill", "notebook.ipynb", "done.ipynb", "--no-progress-bar", "--log-output"],
 }

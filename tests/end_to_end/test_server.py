@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlm_kernel.jupyter.activity import MESSAGE_TYPE
+from tests.support import plain_client
 from tests.support.generations import MAX_DEPTH, READY_S, Generations, start_generations
 from tests.support.kernels import Cell, Fifo, Processes, marked
 from tests.support.model_server import ModelServer
@@ -34,7 +35,7 @@ SPECS = {"rlm": {}, "signs": {"RLM_KEEP_ALIVE_S": "0.5"}}
 
 
 def make_server(home: Path, model: ModelServer) -> Server:
-    return Server(home, SPECS, RLM_MODEL="openai/test", **MAX_DEPTH, **model.environment)
+    return Server(home, SPECS, **MAX_DEPTH, **plain_client.variables(model))
 
 
 @pytest.fixture(scope="module")

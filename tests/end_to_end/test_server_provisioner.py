@@ -11,6 +11,7 @@ import pytest
 
 from rlm_kernel.jupyter.install import kernel_spec
 from rlm_kernel.jupyter.provisioner import RLMProvisioner
+from tests.support import plain_client
 from tests.support.families import STUBBORN, parent_of, start_child
 from tests.support.generations import MAX_DEPTH, start_generations
 from tests.support.kernels import Kernel, Processes, marked
@@ -18,7 +19,7 @@ from tests.support.model_server import ModelServer
 
 
 def provisioned(home: Path, model: ModelServer, **variables: str) -> Kernel:
-    all_variables = {"RLM_MODEL": "openai/test", **MAX_DEPTH, **model.environment, **variables}
+    all_variables = {**MAX_DEPTH, **plain_client.variables(model), **variables}
     return Kernel(home, spec=kernel_spec(provisioner=True), **all_variables)
 
 

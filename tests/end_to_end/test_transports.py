@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from tests.support import plain_client
 from tests.support.families import PLAIN, start_child
 from tests.support.kernels import Kernel, Processes, marked
 
@@ -18,7 +20,8 @@ def start_over(server, tmp_path):
     started = []
 
     def start(**traits: str) -> Kernel:
-        kernel = Kernel(tmp_path / "kernel", RLM_MODEL="openai/test", **server.environment)
+        variables: dict[str, Any] = plain_client.variables(server)
+        kernel = Kernel(tmp_path / "kernel", **variables)
         started.append(kernel)
         for name, value in traits.items():
             setattr(kernel.manager, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,19 @@ from rlm_kernel.clients.scripted import ScriptedClient
 from rlm_kernel.session.config import Settings
 from rlm_kernel.session.session import RLMSession
 from tests.support.model_server import ModelServer, code, script
+from tests.support.plain_client import PlainFactory
 
 
 class Root:
     """A session with its namespace. Helpers are attributes: ``root.rlm_query(...)``."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, openai: bool = False) -> None:
         self.run_dir = run_dir
-        self.session = RLMSession(Settings({"run_dir": str(run_dir)}, environ={}), {})
+        self.openai = openai
+        self.session = RLMSession(self._settings(), {})
+
+    def _settings(self) -> Settings:
+        return Settings({"run_dir": str(self.run_dir), "warm_openai": self.openai}, environ={})
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -30,17 +36,22 @@ class Root:
 
     def scripted(self, *replies: Any, **options: Any) -> None:
         """Have every client that is built give these replies in turn."""
-        self.session.configure_value("client_factory", ScriptedClient.factory(list(replies), **options))
+        factory = ScriptedClient.factory(list(replies), **options)
+        # Wrapped, it no longer says that it does without openai: a nursery that is started now serves the module's other tests, too.
+        self.session.configure_value("client_factory", functools.partial(factory) if self.openai else factory)
 
-    def served(self, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Use a model server through ``openai/test-model``."""
+    def served(self, server: ModelServer, monkeypatch: pytest.MonkeyPatch, *, openai: bool = False) -> None:
+        """Use a model server: on demand, and in a module with ``OPENAI = True``, through ``openai/test-model``, else by `plain_client`."""
+        if not (openai or self.openai):
+            self.session.configure_value("client_factory", PlainFactory(server.base_url))
+            return
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         self.session.configure("model", "openai/test-model")
 
     def begin_anew(self) -> None:
         """Put everything back: settings, episode, namespace."""
-        self.session.settings = Settings({"run_dir": str(self.run_dir)}, environ={})
+        self.session.settings = self._settings()
         assert self.session.reset().ok
         self.namespace.clear()
         self.session.inject()
@@ -54,8 +65,8 @@ class Root:
 
 
 @pytest.fixture(scope="module")
-def one_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
-    root = Root(tmp_path_factory.mktemp("runs"))
+def one_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    root = Root(tmp_path_factory.mktemp("runs"), openai=getattr(request.module, "OPENAI", False))
     root.scripted(final("warm"))  # what the first child brings (nursery, threads) belongs to the module, not to a test
     assert root.namespace["rlm_query"]("warm up") == "warm"
     root.begin_anew()

@@ -23,6 +23,9 @@ from tests.support.model_server import ModelServer, code, script
 KEY = "sk-test-0123456789abcdef"
 
 
+OPENAI = True  # what is promised of errors, keys and connections is promised of the client that people use
+
+
 @pytest.fixture
 def served(root: Root, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> ModelServer:
     root.served(server, monkeypatch)
@@ -421,9 +424,19 @@ def test_a_child_that_is_stopped_leaves_the_iteration_that_was_broken_off_too(ro
     handle = root.rlm_query(prompt, blocking=False)
     served.wait_for_request(lambda r: sum(m["role"] == "assistant" for m in r.body["messages"]) == 1)
     assert root.session.close().stopped == (handle.id,)
+    assert root.session.supervisor.observers.flush(10)  # the root adds why it ended: the child cannot know
     lines = read_trajectory(handle.status().trajectory_path)
     assert [line["type"] for line in lines] == ["metadata", "iteration", "iteration", "end"]
     assert "StopRequested" in lines[2]["error"]
+    assert lines[3]["stop_reason"] == "cancelled"
+
+
+def test_the_end_of_a_child_whose_time_ran_out_says_so(root: Root, served: ModelServer) -> None:
+    root.rlm_wait(root.rlm_query(script("[[block held]]" + code("FINAL('never')")), blocking=False, timeout_s=0.2), 20)
+    (status,) = root.rlm_status()
+    assert root.session.supervisor.observers.flush(10)
+    end = read_trajectory(status.trajectory_path)[-1]
+    assert (end["stop_reason"], end["error"]) == ("timed_out", "timed out after 0.2 s")
 
 
 def test_a_trajectory_says_what_the_run_was(root: Root, served: ModelServer) -> None:
@@ -431,6 +444,7 @@ def test_a_trajectory_says_what_the_run_was(root: Root, served: ModelServer) -> 
     inner = task("FINAL(1)")
     root.rlm_query(task(f"llm_query('[[reply: sub]][[usage 10 5]]')\nFINAL(rlm_query({inner!r}))"))
     outer, deep = root.rlm_status()
+    assert (outer.model, deep.model) == ("openai/test-model", "openai/test-model")
     first, iteration, end = read_trajectory(outer.trajectory_path)
     assert (first["run_id"], first["parent_id"], first["depth"]) == (outer.id, None, 1)
     assert first["root_model"] == "openai/test-model"

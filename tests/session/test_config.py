@@ -275,3 +275,20 @@ def test_a_bad_value_leaves_the_files_or_the_defaults_in_force_and_is_no_way_aro
     with pytest.raises(ConfigurationError, match="at most 2"):
         settings.set_text("max_depth", "3")
     assert Settings.read(RLM(), {})[1] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "warms"),
+    [
+        ({"model": "openai/x"}, True),
+        ({"model": "ollama/x"}, True),
+        ({"model": "demo"}, False),
+        ({"model": "litellm/x"}, False),
+        ({"client_factory": "some.module:factory"}, True),
+        ({"client_factory": ScriptedClient.factory("x")}, False),
+        ({"client_factory": "some.module:factory", "warm_openai": False}, False),
+        ({"model": "openai/x", "warm_openai": False}, False),
+    ],
+)
+def test_children_find_openai_imported_unless_their_client_does_without(values: dict[str, Any], warms: bool) -> None:
+    assert Settings(values, environ={}).warms_openai is warms

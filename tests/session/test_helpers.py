@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from typing import Any
@@ -24,6 +25,7 @@ from rlm_kernel.errors import (
     UsageMistake,
 )
 from rlm_kernel.session.handles import ChildHandle
+from rlm_kernel.session.ports import WATCHED_FROM_S, unwatched
 from rlm_kernel.values import ChildState, ChildStatus, Usage
 from tests.session.conftest import HELD, Root, block, final, held, task
 from tests.support.model_server import ModelServer
@@ -84,7 +86,7 @@ def test_a_failed_direct_call_raises(root: Root) -> None:
 
 def test_an_edited_key_reaches_the_next_direct_call(root: Root, server: ModelServer, monkeypatch) -> None:
     """After a 401 a user types `%env OPENAI_API_KEY=…` and tries again."""
-    root.served(server, monkeypatch)
+    root.served(server, monkeypatch, openai=True)
     monkeypatch.setenv("OPENAI_API_KEY", "wrong-key")
     root.llm_query("first")
     monkeypatch.setenv("OPENAI_API_KEY", "right-key")
@@ -106,7 +108,7 @@ def test_a_blocking_query_returns_the_answer_as_text(root: Root) -> None:
 
 
 def test_a_nonblocking_query_returns_a_handle_at_once(root: Root, server: ModelServer, monkeypatch) -> None:
-    root.served(server, monkeypatch)
+    root.served(server, monkeypatch, openai=True)
     handle = root.rlm_query(held("FINAL('done')"), blocking=False, name="mine", model="openai/other")
     server.wait_for_request()
     assert isinstance(handle, ChildHandle)
@@ -214,7 +216,7 @@ def test_a_failed_child_raises_with_its_status(root: Root) -> None:
 def test_a_child_that_uses_its_iterations_up_is_no_success_without_an_answer(root: Root) -> None:
     root.session.configure("max_iterations", "2")
     root.scripted(block("1"), block("2"), "")
-    with pytest.raises(ChildFailedError, match=r"without an answer \(no_answer after 2 iterations\)"):
+    with pytest.raises(ChildFailedError, match=r"no answer after 2 iterations; raise max_iterations"):
         root.rlm_query("p")
 
 
@@ -554,3 +556,57 @@ def test_after_the_final_answer_only_a_reset_allows_background_children(root: Ro
     root.session.reset()
     assert root.session.final_answer is None
     assert root.rlm_query("p", blocking=False).wait(20).result == "x"
+
+
+# -- being watched
+
+
+def test_every_wait_of_the_root_that_may_take_long_is_watched(root: Root) -> None:
+    """By whoever puts itself in; blocks are left in the order of nesting, and a wait that must be short has none."""
+    root.scripted(final("x"))
+    watched: list[list[str]] = []
+    entered: list[int] = []
+
+    @contextlib.contextmanager
+    def watch(refs: Any) -> Any:
+        watched.append([child_id for child_id, _ in refs])
+        entered.append(len(entered))
+        yield
+        entered.pop()
+
+    root.session.watch = watch
+    a, b, c = root.rlm_query_batched(["a", "b", "c"], blocking=False)
+    root.rlm_wait([a, b])
+    a.wait()
+    assert watched == [[a.id, b.id], [a.id]]
+    root.rlm_wait(c, timeout_s=WATCHED_FROM_S)
+    root.rlm_wait(c, timeout_s=WATCHED_FROM_S / 2)
+    assert watched[2:] == [[c.id]]
+    assert len(list(root.rlm_as_completed([a, b]))) == 2
+    assert watched[3] == [a.id, b.id]
+    del watched[:]
+    assert root.rlm_query("d") == "x"
+    assert root.rlm_query_batched(["e", "f"]) == ["x", "x"]
+    assert [len(ids) for ids in watched] == [1, 2]
+    assert entered == []
+    root.session.watch = unwatched
+
+
+def test_a_handle_that_is_awaited_is_watched(root: Root, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.served(server, monkeypatch)
+    over = []
+
+    @contextlib.contextmanager
+    def watch(refs: Any) -> Any:
+        server.release("held")
+        yield
+        over.extend(refs)
+
+    async def answer_of(handle: ChildHandle) -> str:
+        return await handle
+
+    root.session.watch = watch
+    handle = root.rlm_query(held("FINAL('x')"), blocking=False)
+    assert asyncio.run(asyncio.wait_for(answer_of(handle), 20)) == "x"
+    assert over == [handle.ref]
+    root.session.watch = unwatched

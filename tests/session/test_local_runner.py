@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from rlm_kernel.values import ManagedChildConfig, Usage
 from tests.session.conftest import block, final
 from tests.session.test_cleanup_failure import is_gone, nothing_dies
 from tests.support.model_server import ModelServer
+from tests.support.plain_client import PlainFactory
 
 
 class Chat:
@@ -482,14 +483,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def children(server: ModelServer) -> Callable[[], Any]:
-    """Make a client factory whose clients ask the test's server."""
-    from rlm_kernel.clients.openai_compatible import OpenAICompatibleClient
-
-    url, key = server.base_url, server.api_key
-    return lambda: OpenAICompatibleClient(url, key, "test-model")
-
-
 class Managed:
     """A runner whose children are processes, and that stays for the module."""
 
@@ -498,7 +491,10 @@ class Managed:
         self.holds = 0
         self.chat = Chat("")
         config = ManagedChildConfig(
-            client_factory=children(server), shutdown_grace_s=0.05, terminate_grace_s=0.05, kill_grace_s=0.4
+            client_factory=PlainFactory(server.base_url),
+            shutdown_grace_s=0.05,
+            terminate_grace_s=0.05,
+            kill_grace_s=0.4,
         )
         self.runner = LocalRLMRunner(lambda messages: self.chat(messages), managed=config, max_children_total=3)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from rlm_kernel.clients.openai_compatible import OpenAICompatibleClient
 from rlm_kernel.clients.scripted import ScriptedClient
 from rlm_kernel.environment.local import LocalREPLEnv
 from rlm_kernel.errors import (
@@ -35,6 +34,7 @@ from rlm_kernel.values import ChildState, CleanupReport, FinalAnswer, ManagedChi
 from tests.session.conftest import task
 from tests.session.test_cleanup_failure import is_gone, nothing_dies
 from tests.support.model_server import ModelServer, reply, script
+from tests.support.plain_client import PlainFactory
 
 NAMES = {
     "llm_query",
@@ -57,10 +57,9 @@ def root_chat(messages: list[dict[str, str]], model: str | None = None) -> str:
 
 
 def config(server: ModelServer, **options: Any) -> ManagedChildConfig:
-    url, key = server.base_url, server.api_key
     graces = {"shutdown_grace_s": 0.05, "terminate_grace_s": 0.05, "kill_grace_s": 0.4}
     return ManagedChildConfig(
-        client_factory=lambda: OpenAICompatibleClient(url, key, "test-model"),
+        client_factory=PlainFactory(server.base_url),
         **{**graces, "max_children_total": 6, **options},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from rlm_kernel.jupyter.export_command import export_line
+from rlm_kernel.jupyter.export_command import add_arguments, export_here
 from rlm_kernel.session import rundir
 from rlm_kernel.session.rundir import RunFolder, prune
 from rlm_kernel.stored_runs import find_run, read_run
@@ -297,7 +298,9 @@ def test_every_run_says_where_it_belongs_and_how_it_ended(root: Root, tmp_path: 
         assert (run.metadata["episode_id"], run.metadata["run_id"]) == (root.session.episode_id, run.run_id)
     assert killed.usage["calls"] == 1
     assert "SIGKILL" in str(killed.error) or "signal" in str(killed.error)
-    said = export_line(f"{outer.run_id} {tmp_path / 'my file.ipynb'!s}".replace("my file", "'my file'"), root.session)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    said = export_here(parser.parse_args([outer.run_id, str(tmp_path / "my file.ipynb")]), root.session)
     assert "my file.ipynb" in said
     read = nbformat.read(tmp_path / "my file.ipynb", as_version=4)
     assert "context = 'some text'" in [c.source for c in read.cells if c.cell_type == "code"][1]

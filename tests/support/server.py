@@ -52,15 +52,22 @@ def _load_jupyter_server_extension(app):
 """An extension of the server: it tells when requests are served, and lets a test set the time after which idle kernels are
 culled. (From the start it would be too short for a kernel that starts on a busy machine.)"""
 
-_TOKEN = "token-of-the-tests"
+TOKEN = "token-of-the-tests"
 _ANSWER_S = 30.0
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "ServerApp.allow_root": True,
     "ServerApp.open_browser": False,
     "ServerApp.terminals_enabled": False,
-    "ServerApp.jpserver_extensions": {"for_tests": True},
-    "IdentityProvider.token": _TOKEN,
+    # What is installed beside it registers itself, and takes a second to load.
+    "ServerApp.jpserver_extensions": {
+        "for_tests": True,
+        "jupyter_lsp": False,
+        "jupyter_server_terminals": False,
+        "jupyterlab": False,
+        "notebook_shim": False,
+    },
+    "IdentityProvider.token": TOKEN,
     "KernelManager.transport": "ipc",
     "MappingKernelManager.cull_idle_timeout": CULL_NOBODY_S,
     "MappingKernelManager.cull_interval": 1,
@@ -176,7 +183,7 @@ class Server:
         """
         with contextlib.closing(_Connection(self.path)) as connection:
             connection.request(
-                method, path, None if body is None else json.dumps(body), {"Authorization": f"token {_TOKEN}"}
+                method, path, None if body is None else json.dumps(body), {"Authorization": f"token {TOKEN}"}
             )
             answer = connection.getresponse()
             content = answer.read()
@@ -234,7 +241,7 @@ class ServerKernel:
         self._socket = websocket.create_connection(
             f"ws://localhost/api/kernels/{kernel_id}/channels?session_id={self._session}",
             socket=connect(server.path),
-            header=[f"Authorization: token {_TOKEN}"],
+            header=[f"Authorization: token {TOKEN}"],
             timeout=_ANSWER_S,
         )
 
