@@ -208,6 +208,7 @@ class KernelAttachment:
             evaluate = partial(self._evaluate, reply, user_expressions)
             reply = await self._run_interruptibly(evaluate, silent, False) if on_main else await evaluate()
             reply = await self._settle(reply, silent, on_main)
+        self.cells.end_views()
         return reply
 
     async def _evaluate(self, reply: dict[str, Any], expressions: dict[str, str]) -> dict[str, Any]:

@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rlm_kernel.children.orphans import kill_orphans
 from rlm_kernel.errors import ConfigurationError, RLMError
 from rlm_kernel.jupyter.magics import RLMMagics
+from rlm_kernel.jupyter.magics.completion import RLMCompleter
+from rlm_kernel.jupyter.views.cards import Cards
+from rlm_kernel.jupyter.views.waiting import WaitTables
 from rlm_kernel.session.config import RLM, Settings
 from rlm_kernel.session.observation import Observer
 from rlm_kernel.session.offthread import run_off_thread, wait_here
+from rlm_kernel.session.ports import unwatched
 from rlm_kernel.session.session import RLMSession
+from rlm_kernel.values import FinalAnswer
 
 if TYPE_CHECKING:
     import logging
@@ -52,6 +57,11 @@ class ShellSession:
         self._magics = RLMMagics(shell, self.rlm)
         self._replaced: dict[tuple[str, str], Any] = {}
         self._register_magics()
+        self._completer = RLMCompleter(shell, self.rlm)
+        self._completer.register()
+        self._waits = WaitTables(shell, self.rlm)
+        self.rlm.watch = self._waits.watch
+        self._cards = Cards(shell)
         self.furnish()
 
     def _read_settings(self, parent: Configurable) -> tuple[Settings, ConfigurationError | None]:
@@ -123,6 +133,9 @@ class ShellSession:
             else:
                 known[kind][name] = replaced
         self.shell.magics_manager.registry.pop(type(self._magics).__name__, None)
+        self._completer.unregister()
+        self._cards.remove()
+        self.rlm.watch = unwatched
 
     def save_history(self) -> None:
         """Do what IPython does when it exits, in a process that is about to be ended in another way."""
@@ -157,8 +170,15 @@ class ShellSession:
             interrupted: whether it ended in an interrupt.
         """
         final = self.rlm.finalization.end_cell(success=success)
-        if final is None and not interrupted:
-            return
+        if final is not None or interrupted:
+            self._stop_children(final, interrupted)
+        self.end_views()
+
+    def end_views(self) -> None:
+        """Everything that a cell led to in this thread is confirmed: what it shows gets its last state."""
+        self._waits.end_cell()
+
+    def _stop_children(self, final: FinalAnswer | None, interrupted: bool) -> None:
         verb = self.rlm.close if final is None else self.rlm.finalize
         try:
             report = wait_here(run_off_thread(verb), self.rlm.lifecycle.hasten)
@@ -184,4 +204,4 @@ def is_empty(code: str) -> bool:
 
 def is_rlm_line(code: str) -> bool:
     """Tell whether a cell holds nothing but ``%rlm`` lines."""
-    return all(line.split()[0] == "%rlm" for line in code.strip().splitlines() if line.strip())
+    return all(line.split()[0] in ("%rlm", "%rlm?") for line in code.strip().splitlines() if line.strip())

@@ -41,6 +41,7 @@ class ChildHandle:
 
     @property
     def ref(self) -> Ref:
+        """The id together with the episode's: what names the child even after a reset."""
         return (self.id, self.episode_id)
 
     def status(self) -> ChildStatus:
@@ -94,7 +95,8 @@ class ChildHandle:
         withdraw = self._port.call_when_done(self.ref, from_any_thread)
         if withdraw is not None:
             try:
-                yield from done.__await__()
+                with self._port.watching([self.ref]):
+                    yield from done.__await__()
             finally:
                 withdraw()
         return self.result()

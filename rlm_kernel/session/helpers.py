@@ -7,6 +7,7 @@ what the episode allows right now.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rlm_kernel.errors import (
     ChildLimitError,
     PayloadError,
     PeerFailed,
+    RLMError,
     UsageMistake,
     WaitTimedOut,
 )
@@ -52,6 +54,19 @@ HIDDEN_NAMES = frozenset((*HELPER_NAMES, "context", "answer", "In", "Out", "exit
 """Names in a namespace that are not the user's own variables."""
 
 HandleLike = ChildHandle | str
+
+
+def _plainly(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """Let errors of ours come out of a helper without our frames: what is wrong stands in the message, and who called it above."""
+
+    @functools.wraps(helper)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return helper(*args, **options)
+        except RLMError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class AnswerForms:
@@ -114,7 +129,7 @@ class Helpers:
             "FINAL_VAR": final.FINAL_VAR,
             "SHOW_VARS": final.SHOW_VARS,
         }
-        return {name: own[name] if name in own else getattr(self, name) for name in HELPER_NAMES}
+        return {name: own[name] if name in own else _plainly(getattr(self, name)) for name in HELPER_NAMES}
 
     # -- direct calls
 
@@ -355,7 +370,7 @@ class Helpers:
             ended = [(ref, status) for ref, status in zip(pending, statuses, strict=True) if status.done]
             if not ended:
                 ids = ", ".join(status.id for status in statuses)
-                raise WaitTimedOut(f"{len(statuses)} children have not ended in time: {ids}. They run on")
+                raise WaitTimedOut(f"not ended in time: {ids}. What has not ended runs on")
             gone = {ref for ref, _ in ended}
             pending = [ref for ref in pending if ref not in gone]
             yield from sorted((status for _, status in ended), key=lambda s: (s.started_at or 0.0) + s.elapsed_s)

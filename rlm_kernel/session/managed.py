@@ -105,6 +105,7 @@ class ManagedChildren:
 
     @property
     def episode_id(self) -> str:
+        """The id of the running episode."""
         return self._session.episode_id
 
     @property

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -29,6 +30,12 @@ _log = logging.getLogger(__name__)
 MAX_ATTACHMENTS = 200
 """Descriptors that one request of a child may carry; a message takes a few more."""
 
+WATCHED_FROM_S = 1.0
+"""Seconds that a wait must be allowed to take for somebody to watch it: a shorter one is over before there is anything to see."""
+
+Watch = Callable[[Sequence[Ref]], AbstractContextManager[object]]
+"""Gives the block within which children are waited for, for somebody who looks on."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
@@ -42,6 +49,11 @@ class ChildRequest:
     form: AnswerForm | None = None
 
 
+def unwatched(_refs: Sequence[Ref]) -> AbstractContextManager[object]:
+    """Nobody looks on."""
+    return nullcontext()
+
+
 class ChildrenPort(Protocol):
     """What helpers and handles need of the supervisor."""
 
@@ -53,6 +65,9 @@ class ChildrenPort(Protocol):
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
         """Wait until all (or any) have ended, or the time is up."""
+
+    def watching(self, refs: Sequence[Ref]) -> AbstractContextManager[object]:
+        """Return a block for a wait that is not one of `wait`: whoever looks on sees it like one."""
 
     def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
         """Stop one child and its descendants; return when their exits are confirmed."""
@@ -138,6 +153,7 @@ class RootPort:
         inherited: gives, for a request's model, what its tree inherits (packed); called at each start.
         keep_env: gives the secret-looking variables that code may see.
         model_label: gives the name under which a status shows the model.
+        watch: gives the block within which the root waits.
     """
 
     def __init__(
@@ -149,6 +165,7 @@ class RootPort:
         inherited: Callable[[str | None], bytes],
         keep_env: Callable[[], tuple[str, ...]],
         model_label: Callable[[str | None], str],
+        watch: Watch = unwatched,
     ) -> None:
         self._supervisor = supervisor
         self._hold = hold
@@ -156,6 +173,7 @@ class RootPort:
         self._inherited = inherited
         self._keep_env = keep_env
         self._model_label = model_label
+        self._watch = watch
 
     def start(self, requests: Sequence[ChildRequest]) -> list[ChildStatus]:
         blobs = {model: self._inherited(model) for model in {request.model for request in requests}}
@@ -186,7 +204,12 @@ class RootPort:
         return self._supervisor.status(refs)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
-        return self._supervisor.wait(refs, timeout_s, any_=any_)
+        is_short = timeout_s is not None and timeout_s < WATCHED_FROM_S
+        with nullcontext() if is_short else self._watch(refs):
+            return self._supervisor.wait(refs, timeout_s, any_=any_)
+
+    def watching(self, refs: Sequence[Ref]) -> AbstractContextManager[object]:
+        return self._watch(refs)
 
     def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
         report = self._supervisor.cancel(ref, grace_s)
@@ -202,10 +225,16 @@ class RootPort:
 
 
 class LinkPort:
-    """The port of a child: the same requests, over its channel."""
+    """The port of a child: the same requests, over its channel.
 
-    def __init__(self, link: Link) -> None:
+    Args:
+        link: the channel.
+        model_label: the name under which a status shows the model where a request names none.
+    """
+
+    def __init__(self, link: Link, model_label: str | None = None) -> None:
         self._link = link
+        self._model_label = model_label
         self._lock = threading.Lock()
         self._callbacks: dict[Ref, list[Callable[[], None]]] = {}
 
@@ -217,7 +246,7 @@ class LinkPort:
                 task=task,
                 name=request.name,
                 prompt_preview=preview(request.prompt),
-                model=request.model,
+                model=request.model or self._model_label,
                 timeout_s=request.timeout_s,
                 attachments=len(fds),
             )
@@ -242,6 +271,9 @@ class LinkPort:
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, any_: bool) -> list[ChildStatus]:
         ids = tuple(child_id for child_id, _ in refs)
         return list(checked(self._link.request(lambda number: m.AskWait(number, ids, timeout_s, any_))).statuses)
+
+    def watching(self, refs: Sequence[Ref]) -> AbstractContextManager[object]:
+        return unwatched(refs)
 
     def cancel(self, ref: Ref, grace_s: float | None) -> ChildStatus:
         return checked(self._link.request(lambda number: m.AskCancel(number, ref[0], grace_s))).statuses[0]

@@ -10,6 +10,7 @@ In a process that user code forked from the root, the helpers raise `ForkedProce
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import platform
@@ -40,12 +41,12 @@ from rlm_kernel.session.contexts import SharedContext
 from rlm_kernel.session.helpers import HIDDEN_NAMES, HelperEnvironment, Helpers
 from rlm_kernel.session.holding import HeldContexts
 from rlm_kernel.session.lifecycle import Lifecycle
-from rlm_kernel.session.models import ModelAccess, describe_model
-from rlm_kernel.session.ports import ChildrenPort, RootPort
+from rlm_kernel.session.models import ModelAccess, describe_model, name_for_usage
+from rlm_kernel.session.ports import ChildrenPort, RootPort, Watch, unwatched
 from rlm_kernel.session.rundir import RunFolder, runs_root
 from rlm_kernel.session.subcalls import SubcallObserver
-from rlm_kernel.session.tasks import WARM_UP, Inherited, pack, pickle_factory
-from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, Usage
+from rlm_kernel.session.tasks import WARM_UP, WARM_UP_WITHOUT_OPENAI, Inherited, pack, pickle_factory
+from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, Usage, count_by_model
 
 if TYPE_CHECKING:
     from rlm_kernel.clients.base import ModelClient
@@ -68,6 +69,9 @@ class RLMSession:
         on_change: called on an observer thread with a status whenever a child changes its state.
         on_warning: called on an observer thread with a line for the user.
         root_client: makes the root's own model calls, where that is not what the configured factory builds.
+
+    Attributes:
+        watch: gives the block within which the root waits for children. Whoever shows waits puts something of its own here.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class RLMSession:
         system_prompt: str | None = None,
     ) -> None:
         self.settings = settings
+        self.watch: Watch = unwatched
         self._root_client = root_client
         self._system_prompt = system_prompt
         self.namespace = namespace
@@ -94,8 +99,10 @@ class RLMSession:
         self._models: ModelAccess | None = None
         self._models_for: Any = None
         self._spent = Usage()
+        self._spent_by_model: dict[str, Usage] = {}
         self._reports: list[CleanupReport] = []
         self._root_runs: dict[str, list[str]] = {}
+        self.root_runs_under_way: dict[str, object] = {}  # the one run of the root's namespace; see `root_run`
         self._files_lock = threading.RLock()  # a final answer's own __str__ may come back here
         self._run_file_written = 0.0
         self._started_at = time.time()
@@ -113,6 +120,7 @@ class RLMSession:
             inherited=self._inherited,
             keep_env=self._keep_env,
             model_label=self._model_label,
+            watch=lambda refs: self.watch(refs),
         )
         self.helper_environment = HelperEnvironment(
             children=self._children,
@@ -168,7 +176,7 @@ class RLMSession:
         )
         folder = self._folder.path() if self._folder.exists else None
         self.supervisor.settings = NurserySettings(
-            warm_up=WARM_UP,
+            warm_up=WARM_UP if self.settings.warms_openai else WARM_UP_WITHOUT_OPENAI,
             preload=bounds.preload,
             keep_secrets=bounds.child_env_keep,
             log_path="" if folder is None else str(folder / "nursery.log"),
@@ -208,9 +216,12 @@ class RLMSession:
 
             if self._models is not None:
                 self._spent += self._models.usage
+                for name, used in self._models.usage_by_model.items():
+                    count_by_model(self._spent_by_model, name, used)
             self._models = ModelAccess(
                 lambda: self._root_client or build_client(factory),
                 model=self.settings.call_model,
+                name_of=functools.partial(name_for_usage, factory),
                 meter=self.supervisor,
                 run=self.supervisor.run_interruptibly,
             )
@@ -278,7 +289,7 @@ class RLMSession:
             self._started_at, self._ended = time.time(), False
             self._reports = []
             self._root_runs = {}
-            self._spent, self._models = Usage(), None
+            self._spent, self._spent_by_model, self._models = Usage(), {}, None
             self.finalization.reset()
             self.supervisor.begin_episode(self.episode_id)
         self._apply_settings()
@@ -355,6 +366,14 @@ class RLMSession:
         """Model calls and tokens of the whole episode, children included."""
         own = Usage() if self._models is None else self._models.usage
         return self._spent + own + self.supervisor.usage()
+
+    @property
+    def root_usage_by_model(self) -> dict[str, Usage]:
+        """Model calls of the root's own (``llm_query`` in cells, turns of ``%%rlm``), by the names of the models."""
+        found = dict(self._spent_by_model)
+        for name, used in ({} if self._models is None else self._models.usage_by_model).items():
+            count_by_model(found, name, used)
+        return found
 
     # -- listeners
 

@@ -1,0 +1,1 @@
+"""What people see: each view is plain text for terminals and escaped HTML for notebooks, in one bundle."""
