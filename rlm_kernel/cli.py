@@ -6,6 +6,7 @@ This is the frame only: what a sub-command does is imported when it is asked for
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after SIGINT, as shells have it: 128 + 2."""
+
+OUTPUT_CLOSED = 141
+"""Exit code when whoever reads our output has closed it, as shells have it after SIGPIPE: 128 + 13."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads our output has seen enough: `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
+        return OUTPUT_CLOSED
 
 
 def build_parser() -> argparse.ArgumentParser:

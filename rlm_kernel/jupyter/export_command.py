@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rlm_kernel.credentials import secret_values
-from rlm_kernel.errors import ConfigurationError, UsageMistake
 
 if TYPE_CHECKING:
     from rlm_kernel.session.session import RLMSession
@@ -34,26 +32,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def export_line(line: str, session: RLMSession) -> str:
+def export_here(args: argparse.Namespace, session: RLMSession) -> str:
     """Carry out the magic.
 
     Args:
-        line: what stands behind ``%rlm export``.
+        args: the arguments.
         session: whose runs come first.
 
     Returns:
         a line that says what was written.
 
     Raises:
-        UsageMistake: the line cannot be understood, there is no such run, or the file cannot be written.
+        UsageMistake: there is no such run, or the file cannot be written.
     """
-    parser = _Parser(prog="%rlm export", add_help=False)
-    add_arguments(parser)
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise ConfigurationError("%rlm export", line, str(error)) from error
-    args = parser.parse_args(words)
     session.supervisor.observers.flush()  # ends of children that have just ended are written there
     session.write_run_file()
     return _export(args, session.runs_root, session.run_folder)
@@ -66,10 +57,3 @@ def _export(args: argparse.Namespace, root: Path, current: Path | None) -> str:
     found = find_run(root, args.id, current=current)
     path = export_run(found, args.out, force=args.force, tree=args.tree, secrets=secret_values(os.environ))
     return f"{found.run_id} of episode {found.episode_id} ({found.state}): {path}"
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageMistake(f"{message}\nusage: %rlm export ID OUT.ipynb|OUT.jsonl [--force] [--tree]")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.families import PLAIN, STUBBORN, start_child, start_family
+from tests.support import plain_client
+from tests.support.families import PLAIN, STUBBORN, SURVIVOR, start_child, start_family
 from tests.support.kernels import GONE_S, STOCK, Cell, Kernel, Processes, marked
 from tests.support.model_server import ModelServer, code, reply, script
 
@@ -30,7 +31,8 @@ def _surroundings():
         [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         [thread.name for thread in threading.enumerate() if thread.name.startswith("rlm-")],
         fd, sorted(name for name in get_ipython().user_ns_hidden if not name.startswith("_")),
-        sorted(get_ipython().magics_manager.magics["line"]),
+        sorted(get_ipython().magics_manager.magics["line"]), sorted(get_ipython().magics_manager.magics["cell"]),
+        [matcher.__qualname__ for matcher in get_ipython().Completer.custom_matchers],
     ]
 """
 
@@ -59,9 +61,7 @@ def stock(shared_stock: Kernel, server: ModelServer) -> Iterator[Kernel]:
 def start_stock(server: ModelServer, tmp_path: Path) -> Iterator[Kernel]:
     """A stock kernel of the test's own with the extension loaded."""
     with ExitStack() as stack:
-        running = stack.enter_context(
-            Kernel(tmp_path / "kernel", spec=STOCK, RLM_MODEL="openai/test", **server.environment)
-        )
+        running = stack.enter_context(Kernel(tmp_path / "kernel", spec=STOCK, **plain_client.variables(server)))
         running.ok("%load_ext rlm")
         running.run(
             "1 / 0"
@@ -145,16 +145,6 @@ def test_a_cell_that_finalizes_has_stopped_the_children_and_shows_it_to_a_harnes
     shown = cell.reply["user_expressions"]["obs"]["data"]["application/json"]
     assert (shown["done"], shown["final_answer"], shown["children"]["live"]) == (True, "done", 0)
     assert stock.run("rlm_query('x', blocking=False)").error.startswith("EpisodeFinalized")
-
-
-SURVIVOR = """
-from rlm_kernel.values import CleanupReport
-supervisor = __rlm__._session.supervisor
-def stop(verb, graces, refs=None, **more):
-    del supervisor.stop  # for one call
-    return CleanupReport(verb, survivors=(4194000,))
-supervisor.stop = stop
-"""
 
 
 def test_a_failed_cleanup_is_the_cells_error_and_blocks_until_it_is_confirmed(stock) -> None:
@@ -248,7 +238,7 @@ def test_a_stock_kernel_that_is_told_to_load_us_at_its_start_has_everything_up_t
     server, tmp_path, fifo
 ) -> None:
     spec = {**STOCK, "argv": [*STOCK["argv"], "--ext=rlm_kernel", "--RLM.max_depth=4"]}
-    with Kernel(tmp_path / "kernel", spec=spec, RLM_MODEL="openai/test", **server.environment) as kernel:
+    with Kernel(tmp_path / "kernel", spec=spec, **plain_client.variables(server)) as kernel:
         pid = start_child(kernel, fifo, PLAIN)
         assert "4" in kernel.ok("%rlm config max_depth").text
         cell = kernel.blocked("import time\ntime.sleep(30)")

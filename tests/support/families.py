@@ -149,3 +149,14 @@ def start_kinds(kernel: Kernel, server: ModelServer, fifo: Fifo) -> Kinds:
     assert sorted(state for _, state in alive) == ["running"] * 4 + ["waiting"]
     pids = tuple(pid for pid, _ in alive)
     return Kinds(pids, int(told["daemon"]), int(told["subprocess"]), parent_of(pids[0]))
+
+
+SURVIVOR = """
+from rlm_kernel.values import CleanupReport
+supervisor = __rlm__._session.supervisor
+def stop(verb, graces, refs=None, **more):
+    del supervisor.stop  # for one call
+    return CleanupReport(verb, survivors=(4194000,))
+supervisor.stop = stop
+"""
+"""Code for a cell: the next stop cannot confirm an exit. The process that it names is none."""
