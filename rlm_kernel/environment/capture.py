@@ -138,3 +138,17 @@ class CapturingStream(io.TextIOBase):
     def total(self) -> int:
         """How many characters were written in all."""
         return self._text.total
+
+
+class Listener:
+    """Stands below a `CapturingStream` and hands on what is written.
+
+    Args:
+        write: called with each piece, on the thread that writes it.
+    """
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.write = write
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""

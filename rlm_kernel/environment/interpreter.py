@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlm_kernel.environment.capture import CAPTURE_LIMIT, CapturingStream
+from rlm_kernel.environment.capture import CAPTURE_LIMIT, CapturingStream, Listener
 from rlm_kernel.environment.deadline import Codes, Deadline, ExecutionTimeout, check_timeout, make_deadline
 from rlm_kernel.environment.routing import Scope, capture_process, capture_scope, stream_of_caller
 from rlm_kernel.values import CodeResult
@@ -66,10 +66,19 @@ class Interpreter:
         shell: the shell.
         echo: whether what is captured is also written to the streams that were there before. Never with a `ThreadShell`.
         capture_limit: characters of each stream that one block's result keeps.
+        on_output: called with each piece of output, of both streams, on the thread that writes it; then nothing is echoed.
     """
 
-    def __init__(self, shell: InteractiveShell, *, echo: bool = True, capture_limit: int = CAPTURE_LIMIT) -> None:
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        *,
+        echo: bool = True,
+        capture_limit: int = CAPTURE_LIMIT,
+        on_output: Callable[[str], object] | None = None,
+    ) -> None:
         self._shell = shell
+        self._on_output = on_output
         self._scope = Scope(shell) if getattr(shell, "by_thread", False) else None
         self._echo = echo and self._scope is None
         self._capture_limit = capture_limit
@@ -192,6 +201,9 @@ class Interpreter:
             shell.user_ns.update(last_results)
             stack.enter_context(_attribute(shell, "displayhook", hook))
             stack.enter_context(_attribute(shell.display_trap, "hook", hook))
+            if self._scope is None:
+                # In a cell that runs already, the trap has been set, and is not set again.
+                stack.enter_context(_attribute(sys, "displayhook", hook))
             stack.enter_context(_attribute(shell, "display_pub", _plain_display_publisher()()))
             stack.enter_context(_attribute(shell, "_showtraceback", show_traceback))
             # IPython would keep all that is written, whole, in its history of outputs.
@@ -201,7 +213,10 @@ class Interpreter:
 
     def _stream(self, name: str) -> CapturingStream:
         original = stream_of_caller(name)
-        return CapturingStream(original, original if self._echo else None, self._capture_limit)
+        echo: Any = original if self._echo else None
+        if self._on_output is not None:
+            echo = Listener(self._on_output)
+        return CapturingStream(original, echo, self._capture_limit)
 
 
 @functools.cache
@@ -337,6 +352,12 @@ class _ShortRepr(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = REPR_LIMIT
         self.maxlist = self.maxtuple = self.maxset = self.maxdict = self.maxfrozenset = self.maxdeque = 50
+
+    def repr_bytes(self, value: bytes, _level: int) -> str:
+        return repr(value[:REPR_LIMIT])
+
+    def repr_bytearray(self, value: bytearray, _level: int) -> str:
+        return repr(value[:REPR_LIMIT])
 
 
 _short_repr = _ShortRepr()

@@ -120,7 +120,8 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
     from rlm_kernel.session.config import SETTINGS, Settings
 
     settings = Settings()
-    environ = {}
+    # Progress is shown here. A live table would become output of the model's code, which the model reads.
+    environ = {SETTINGS["live_views"].env or "": "false"}
     for name in ("model", "max_iterations", "max_depth"):
         value = getattr(args, name, None)
         if value is not None:

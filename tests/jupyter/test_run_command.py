@@ -47,10 +47,12 @@ def test_a_context_that_cannot_be_read_is_named_before_anything_starts(tmp_path,
 
 
 def test_options_become_the_kernels_environment(monkeypatch) -> None:
+    """And no live table is shown, which would be output of the model's code."""
     for name in ("RLM_MODEL", "RLM_CLIENT_FACTORY", "RLM_MAX_ITERATIONS", "RLM_MAX_DEPTH"):
         monkeypatch.delenv(name, raising=False)
     args = argparse.Namespace(model="openai/test", max_iterations=3, max_depth=None)
-    assert run_command._settings(args) == {"RLM_MODEL": "openai/test", "RLM_MAX_ITERATIONS": "3"}
+    expected = {"RLM_MODEL": "openai/test", "RLM_MAX_ITERATIONS": "3", "RLM_LIVE_VIEWS": "false"}
+    assert run_command._settings(args) == expected
 
 
 @pytest.mark.parametrize(("name", "value"), [("max_iterations", 0), ("max_depth", 0), ("model", "nonsense")])
