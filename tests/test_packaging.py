@@ -117,7 +117,8 @@ def test_the_changelog_knows_this_version_or_what_comes_next() -> None:
 
 
 def test_the_sdist_can_be_built_from_and_tested(sdist: set[str]) -> None:
-    needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tests/test_packaging.py"}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tests/test_packaging.py", "mkdocs.yml"}
+    needed |= {"docs/index.md", "docs/hooks/repository_pages.py", "examples/README.md", "notebooks/quickstart.ipynb"}
     assert needed | {"rlm.py"} | {f"kernelspec/{name}" for name in KERNELSPEC_FILES} | set(package_files()) <= sdist
 
 
@@ -139,7 +140,7 @@ BROUGHT_BY = {
 }
 """Modules that may be imported without being asked for, because the named dependency is built on them."""
 
-OPTIONAL = {"litellm", "resource"}
+OPTIONAL = {"litellm", "matplotlib", "resource"}
 """Modules that an extra brings, or that not every platform has: imported where they are needed only."""
 
 

@@ -1,24 +1,19 @@
-"""README.md says what is so: its table of settings, its commands, and its tour."""
+"""README.md says what is so: its two commands, which come first, its extras, its models, and the order of its tour.
+
+What holds for all pages (links, commands, magics, names) is in test_docs.py.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlm_kernel.cli import build_parser
 from rlm_kernel.clients.specs import PROVIDERS, parse_spec
-from rlm_kernel.environment.interpreter import Interpreter, make_shell
-from rlm_kernel.jupyter.magics import _HELP, RLMMagics
-from rlm_kernel.session.config import SETTINGS, Settings
-from rlm_kernel.session.helpers import HELPER_NAMES
-from rlm_kernel.session.rundir import MAX_TOTAL_BYTES
-from rlm_kernel.session.session import RLMSession
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 README = (CHECKOUT / "README.md").read_text("utf-8")
@@ -31,33 +26,6 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[list[str]]:
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     return [shlex.split(part) for line in lines for part in line.split("&&")]
-
-
-def settings_table() -> str:
-    """Write the table of settings as it must stand in README."""
-    defaults = Settings(environ={}).items()
-    rows = [("Name", "Environment variable", "Default", "Meaning")]
-    for name, setting in SETTINGS.items():
-        variable = f"`{setting.env}`" if setting.env else ""
-        rows.append((f"`{name}`", variable, shown(defaults[name]), setting.help))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
-
-
-def shown(value: Any) -> str:
-    if value is None or value == ():
-        return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def test_the_table_of_settings_is_that_of_the_code():
-    """Every setting is there, in order, with its variable, its default and its meaning."""
-    table = settings_table()
-    assert f"\n\n{table}\n\n" in README, f"README.md needs this table:\n{table}"
 
 
 def test_the_two_commands_are_there():
@@ -87,19 +55,6 @@ def test_the_extras_that_are_installed_exist():
     assert "Python 3.11 to 3.13" in README
 
 
-def test_every_magic_exists():
-    named = set(re.findall(r"%rlm (\w+)", README))
-    assert named
-    assert named <= set(_HELP)
-    assert set(re.findall(r"%rlm config (\w+)=", README)) <= {*SETTINGS, "NAME"}
-
-
-def test_every_helper_exists():
-    named = set(re.findall(r"\b(?:rlm|llm)_[a-z_]+(?=[(`])", README))
-    assert named
-    assert named <= {*HELPER_NAMES, "rlm_kernel"}
-
-
 def test_every_model_and_provider_is_known():
     models = re.findall(r"(?:%rlm model|--model) ([a-z]\S*)", README)
     assert "demo" in models
@@ -109,45 +64,13 @@ def test_every_model_and_provider_is_known():
     assert set(re.findall(r"\b([a-z]+)/…", README)) <= set(PROVIDERS)
 
 
-def test_every_file_that_is_linked_exists():
-    targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
-    assert targets
-    assert [target for target in targets if not (CHECKOUT / target).exists()] == []
-
-
-def test_what_is_said_about_files_is_so():
-    assert f"Beyond {Settings(environ={})['keep_runs']} episodes" in README
-    assert f"or {MAX_TOTAL_BYTES >> 30} GiB" in README
-
-
-@pytest.fixture(scope="module")
-def shell() -> Any:
-    """A shell that has made its event loop, which it keeps, before anybody counts descriptors."""
-    shell = make_shell()
-    assert Interpreter(shell).execute("import asyncio; await asyncio.sleep(0)").success
-    return shell
-
-
-@pytest.fixture
-def interpreter(shell: Any, tmp_path: Path) -> Iterator[Interpreter]:
-    session = RLMSession(Settings({"model": "demo", "run_dir": str(tmp_path)}, environ={}), shell.user_ns)
-    shell.register_magics(RLMMagics(shell, session))
-    yield Interpreter(shell)
-    shell.user_ns.clear()  # what was shared lives as long as its name
-    assert session.shutdown().ok
-
-
-def test_the_tour_runs(interpreter: Interpreter):
-    """Its cells run one after the other with the demo model, and the children's answers are right."""
-    cells = blocks("python")
-    assert len(cells) > 3
-    for cell in cells:
-        result = interpreter.execute(cell)
-        assert result.success, f"{cell}\n{result.stderr}"
-    names = interpreter.namespace
-    log = names["log"]
-    assert names["rlm_result"](names["h"]) == f"'comet' occurs {log.count('comet')} times."
-    assert [s.result for s in names["rlm_wait"](names["handles"])] == [
-        f"'{word}' occurs {log.count(word)} times." for word in ("moon", "cloud")
-    ]
-    assert "".join(names["halves"]) == log
+def test_the_tour_begins_with_a_model_and_collects_a_child():
+    """Whoever types what stands there has a child's answer after five cells. That they run: end_to_end/test_docs_code.py."""
+    cells = "".join(blocks("python")[:4])
+    assert cells.startswith("%rlm model demo\n")
+    assert (
+        cells.index("blocking=False")
+        < cells.index("%rlm status")
+        < cells.index("rlm_wait(h")
+        < cells.index("rlm_result(h)")
+    )
