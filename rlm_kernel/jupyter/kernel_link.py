@@ -205,8 +205,8 @@ class KernelLink:
 
     def _ask(self, code: str) -> dict[str, Any]:
         with self._conversation() as kernel:
-            cell = self._send(kernel, code)
-            if not self._converse(kernel, cell, None):
+            cell, in_time = self._execute(kernel, code, None)
+            if not in_time:
                 self._interrupt(kernel, cell, "")
         seen = self._seen(cell)
         reply = cell.reply or {}
@@ -230,8 +230,8 @@ class KernelLink:
         """
         began = time.monotonic()
         with self._conversation() as kernel:
-            cell = self._send(kernel, code, {"rlm": {"model_driven": True}})
-            in_time = self._converse(kernel, cell, None if timeout_s is None else began + timeout_s)
+            until = None if timeout_s is None else began + timeout_s
+            cell, in_time = self._execute(kernel, code, until, {"rlm": {"model_driven": True}})
             if not in_time:
                 self._interrupt(kernel, cell, "" if timeout_s is None else f" after timeout_s={timeout_s:g}")
         took = time.monotonic() - began
@@ -250,21 +250,29 @@ class KernelLink:
         if not names:
             return {}
         with self._conversation() as kernel:
-            cell = self._send(kernel, "", expressions={"found": f"__rlm__.snapshot({names!r})"})
-            if not self._converse(kernel, cell, time.monotonic() + _SNAPSHOT_S):
+            until = time.monotonic() + _SNAPSHOT_S
+            cell, in_time = self._execute(kernel, "", until, expressions={"found": f"__rlm__.snapshot({names!r})"})
+            if not in_time:
                 self._interrupt(kernel, cell, "")
         found = (cell.reply or {}).get("user_expressions", {}).get("found", {})
         snapshot: dict[str, str] = found.get("data", {}).get("application/json", {})
         return snapshot
 
-    def _send(
+    def _execute(
         self,
         kernel: KernelProcess,
         code: str,
+        until: float | None,
         metadata: Mapping[str, Any] | None = None,
         expressions: Mapping[str, str] | None = None,
-    ) -> CellOutput:
-        """Send a cell: one of the model's if it has metadata, else a silent one of ours."""
+    ) -> tuple[CellOutput, bool]:
+        """Send a cell (one of the model's if it has metadata, else a silent one of ours), and take in what comes of it.
+
+        Ctrl-C interrupts it, from the moment at which it may be on its way: it may run before we have begun to wait for it.
+
+        Returns:
+            the cell, and whether it has ended; it has not if the time was up, or `wake` was called.
+        """
         content = {
             "code": code,
             "silent": metadata is None,
@@ -273,8 +281,14 @@ class KernelLink:
             "allow_stdin": False,
             "stop_on_error": False,
         }
-        msg_id = kernel.send("shell", "execute_request", content, metadata)
-        return CellOutput(msg_id, self._output_limit, is_silent=metadata is None)
+        request = kernel.message("execute_request", content, metadata)
+        cell = CellOutput(request["header"]["msg_id"], self._output_limit, is_silent=metadata is None)
+        try:
+            kernel.send_message("shell", request)
+            return cell, self._converse(kernel, cell, until)
+        except KeyboardInterrupt as error:
+            self._interrupt(kernel, cell, "")
+            raise _SettledInterrupt from error
 
     def _converse(
         self, kernel: KernelProcess, cell: CellOutput, until: float | None, *, wakes: bool = True, begun: bool = False
@@ -284,17 +298,13 @@ class KernelLink:
         Returns:
             whether it has come to that; it has not if the time was up, or `wake` was called.
         """
-        try:
-            while cell.reply is None:
-                if begun and cell.has_begun:
-                    return True
-                if (wakes and self._woken) or (until is not None and time.monotonic() >= until):
-                    return False
-                for received in kernel.receive(until, wakes=wakes):
-                    cell.take(*received)
-        except KeyboardInterrupt as error:
-            self._interrupt(kernel, cell, "")
-            raise _SettledInterrupt from error
+        while cell.reply is None:
+            if begun and cell.has_begun:
+                return True
+            if (wakes and self._woken) or (until is not None and time.monotonic() >= until):
+                return False
+            for received in kernel.receive(until, wakes=wakes):
+                cell.take(*received)
         give_up_at = time.monotonic() + _IDLE_S
         while not cell.is_idle and time.monotonic() < give_up_at:
             for received in kernel.receive(give_up_at):

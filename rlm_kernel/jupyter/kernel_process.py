@@ -171,10 +171,21 @@ class KernelProcess:
         self, channel: str, kind: str, content: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
     ) -> str:
         """Send a request. Returns its id."""
-        assert self._client is not None
-        message = self._client.session.msg(kind, dict(content), metadata=dict(metadata or {}))
-        self._channels[channel].send(message)
+        message = self.message(kind, content, metadata)
+        self.send_message(channel, message)
         return str(message["header"]["msg_id"])
+
+    def message(
+        self, kind: str, content: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Make a request, which has its id before it is sent."""
+        assert self._client is not None
+        message: dict[str, Any] = self._client.session.msg(kind, dict(content), metadata=dict(metadata or {}))
+        return message
+
+    def send_message(self, channel: str, message: dict[str, Any]) -> None:
+        """Send a request that `message` has made."""
+        self._channels[channel].send(message)
 
     def receive(self, until: float | None = None, *, wakes: bool = False) -> list[Received]:
         """Wait for messages, and return what has come on all channels, for each channel in order.

@@ -21,6 +21,7 @@ from rlm_kernel.errors import ChildCleanupError, ConfigurationError, KernelDied,
 from rlm_kernel.jupyter import kernel_link
 from rlm_kernel.jupyter.episodes import EpisodeLeftovers, Job
 from rlm_kernel.jupyter.harness import KernelREPLEnv
+from rlm_kernel.jupyter.kernel_process import KernelProcess
 from tests.support.kernels import MARK, Fifo, environment, marked
 
 SECRET = "the expected answer 4711"
@@ -204,6 +205,20 @@ def test_ctrl_c_interrupts_the_code_and_the_environment_goes_on(env: KernelREPLE
         env.execute(f"x = 3\n{fifo.write_code('1')}\nimport time; time.sleep(60)")
     presser.join()
     assert text(env, "x") == "3"
+
+
+def test_ctrl_c_before_we_have_begun_to_wait_for_the_code_interrupts_it_too(env: KernelREPLEnv, monkeypatch) -> None:
+    pid, usual = env.kernel_pid, KernelProcess.send_message
+
+    def send(self: KernelProcess, channel: str, message: dict[str, Any]) -> None:
+        monkeypatch.undo()
+        usual(self, channel, message)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KernelProcess, "send_message", send)
+    with pytest.raises(KeyboardInterrupt):
+        env.execute("import time; time.sleep(60)")
+    assert (text(env, "6 * 7"), env.kernel_pid) == ("42", pid)
 
 
 # -- episodes
