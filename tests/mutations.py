@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "a stop ends in SIGKILL",
         "children/nursery.py",
-        "_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}",
-        "_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGTERM}",
+        "_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}",
+        "_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGTERM}",
         _NURSERY + "test_the_steps_follow_each_other_side_by_side_for_all",
     ),
     Mutation(
@@ -267,6 +267,55 @@ MUTATIONS = (
         '_local(8080, "LLAMACPP", stream=True)',
         '_local(8080, "LLAMACPP")',
         "tests/clients/test_openai_compatible.py::test_a_llamacpp_spec_streams",
+    ),
+    Mutation(
+        "a live table ends in the state after the stop that its cell led to",
+        "jupyter/attachment.py",
+        "        self.cells.end_views()\n",
+        "",
+        "tests/end_to_end/test_views.py::test_an_interrupt_ends_the_table_with_the_children_stopped",
+    ),
+    Mutation(
+        "a view's messages stay with the cell that waits",
+        "jupyter/views/surfaces.py",
+        'context.run(publisher.set_thread_parent, {"header": header})',
+        "pass",
+        "tests/jupyter/views/test_live.py",
+    ),
+    Mutation(
+        "however much stirs, a view is drawn once in an interval",
+        "jupyter/views/live.py",
+        "if self._over.acquire(timeout=self._interval_s):",
+        "if self._over.acquire(blocking=False):",
+        "tests/jupyter/views/test_live.py",
+    ),
+    Mutation(
+        "a run in the notebook's namespace stops its own children and no others",
+        "session/root_run.py",
+        "        self.started += [status.id for status in statuses]\n",
+        "",
+        "tests/jupyter/test_cell_magic.py",
+    ),
+    Mutation(
+        "a model's words cannot act on the page",
+        "jupyter/views/base.py",
+        "return html.escape(visible(text))",
+        "return visible(text)",
+        "tests/jupyter/views/test_children.py",
+    ),
+    Mutation(
+        "a request to stop is repeated for a child that was about to enter a system call",
+        "children/nursery.py",
+        "child.ask_again_at = [now + pause_s for pause_s in _ASK_AGAIN_S]",
+        "child.ask_again_at = []",
+        _NURSERY + "test_the_request_to_stop_is_repeated_for_a_child_that_was_about_to_enter_a_system_call",
+    ),
+    Mutation(
+        "usage is kept by model",
+        "session/models.py",
+        "count_by_model(self._usage_by_model, name, usage)",
+        'count_by_model(self._usage_by_model, "", usage)',
+        "tests/jupyter/views/test_costs.py",
     ),
 )
 

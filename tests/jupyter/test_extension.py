@@ -29,9 +29,11 @@ def shell(monkeypatch, tmp_path) -> Iterator[InteractiveShell]:
     for name in [n for n in os.environ if n.startswith("RLM_") and n != "RLM_KERNEL_TESTS"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RLM_RUN_DIR", str(tmp_path))
+    InteractiveShell.clear_instance()  # one that another test has worked in
     made = make_shell()
     yield made
     unload_ipython_extension(made)
+    InteractiveShell.clear_instance()
 
 
 def session_of(shell: InteractiveShell) -> RLMSession:
