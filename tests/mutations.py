@@ -294,7 +294,7 @@ MUTATIONS = (
         "session/root_run.py",
         "        self.started += [status.id for status in statuses]\n",
         "",
-        "tests/jupyter/test_cell_magic.py",
+        "tests/end_to_end/test_cell_magic.py::test_a_run_stops_its_own_children_and_no_others",
     ),
     Mutation(
         "a model's words cannot act on the page",
@@ -315,7 +315,7 @@ MUTATIONS = (
         "session/models.py",
         "count_by_model(self._usage_by_model, name, usage)",
         'count_by_model(self._usage_by_model, "", usage)',
-        "tests/jupyter/views/test_costs.py",
+        "tests/session/test_limits.py::test_usage_by_model_adds_up_to_the_episodes_to_the_token",
     ),
 )
 
