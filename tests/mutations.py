@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(
         "a stop ends in SIGKILL",
         "children/nursery.py",
-        "_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}",
-        "_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGTERM}",
+        "_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}",
+        "_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGTERM}",
         _NURSERY + "test_the_steps_follow_each_other_side_by_side_for_all",
     ),
     Mutation(

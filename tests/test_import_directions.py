@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "clients": ("clients", "clients.*"),
     "children": ("children", "children.*"),
     "wire": ("wire", "wire.*"),
-    "low": ("values", "credentials", "final_text", "errors", "_version"),
+    "low": ("values", "credentials", "final_text", "closing", "errors", "_version"),
 }
 """Which modules (names below the package) form which layer. The front door is ``rlm_kernel/__init__.py``."""
 
@@ -48,6 +48,7 @@ LOW_MAY_IMPORT: dict[str, set[str]] = {
     "values": {"errors"},
     "credentials": {"values", "errors"},
     "final_text": {"values", "errors"},
+    "closing": set(),
     "errors": set(),
     "_version": set(),
 }

@@ -17,7 +17,6 @@ from rlm_kernel.values import ChildState, ChildStatus, Usage
 MAX_CHANGES = 400
 MAX_CALLS = 400
 
-
 _FIRST_MERGED = 1
 """The first spell, in the queue, is kept as it was."""
 

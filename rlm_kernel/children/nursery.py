@@ -60,7 +60,7 @@ _ASK_AGAIN_S = (0.02, 0.1)
 """Seconds after which the request to stop is repeated. Python notices a signal that comes just before a system call only when that call
 returns; the second one ends the call, and the worker takes both for one."""
 
-_SIGNAL_OF_STEP = {Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
+_SIGNAL_OF_STEP = {Step.ASK: signal.SIGINT, Step.TERMINATE: signal.SIGTERM, Step.KILL: signal.SIGKILL}
 
 
 @dataclass(slots=True)
@@ -296,24 +296,19 @@ class Nursery:
                 self._signal(child, step)
             while child.ask_again_at and child.ask_again_at[0] <= now:
                 child.ask_again_at.pop(0)
-                self._ask(child)
-
-    def _ask(self, child: _Child) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGINT)
+                _kill(child.pid, _SIGNAL_OF_STEP[Step.ASK])
 
     def _signal(self, child: _Child, step: Step) -> None:
         """Signal a child that has not been reaped. The request goes to the run itself, the two signals after it to its whole group."""
         child.sent.add(step)
+        signum = _SIGNAL_OF_STEP[step]
+        _kill(child.pid, signum)
         if step is Step.ASK:
             now = time.monotonic()
             child.ask_again_at = [now + pause_s for pause_s in _ASK_AGAIN_S]
-            self._ask(child)
-            return
-        child.ask_again_at = []
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, _SIGNAL_OF_STEP[step])
-        posix.kill_group(child.pid, _SIGNAL_OF_STEP[step])
+        else:
+            child.ask_again_at = []
+            posix.kill_group(child.pid, signum)
 
     # -- reaping
 
@@ -334,8 +329,7 @@ class Nursery:
         strangers = [pid for pid in posix.children_of_this_process() if pid not in self._by_pid]
         for pid in strangers:
             # They are our own unreaped children now, so the number is theirs.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid, signal.SIGKILL)
         now = time.monotonic()
         if strangers and now < min(child.give_up_at for child in self._gone):
             return
@@ -351,6 +345,12 @@ class Nursery:
                 )
             )
         self._gone.clear()
+
+
+def _kill(pid: int, signum: int) -> None:
+    """Signal a process of ours that has not been reaped: the number is its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
 
 
 def _reap_one(group_leaders: Container[int]) -> tuple[int, int] | None:

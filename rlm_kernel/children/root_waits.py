@@ -24,6 +24,19 @@ class RootWait:
     interrupted: bool = False
     on_main_thread: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
 
+    @classmethod
+    def for_no_child(cls) -> RootWait:
+        """Make a wait that no child ends."""
+        over = threading.Lock()
+        over.acquire()
+        return cls(Waiter(set(), False, over.release), over)
+
+    def end(self) -> None:
+        """End it, unless it is over. Under the core's lock."""
+        if not self.waiter.over:
+            self.waiter.over = True
+            self.over.release()
+
 
 class Stirs:
     """Lets one thread wait until something may have happened to a child. A ``with`` block.
@@ -74,18 +87,15 @@ class Stirs:
         self._wait(seconds, whatever_stirs=True)
 
     def _wait(self, timeout_s: float | None, *, whatever_stirs: bool) -> None:
-        over = threading.Lock()
-        over.acquire()
-        wait = RootWait(Waiter(set(), False, over.release), over)
+        wait = RootWait.for_no_child()
         try:
             with self._core.lock:
                 self._root_waits.append(wait)
                 if not whatever_stirs:
                     if self._stirred:
-                        wait.waiter.over = True
-                        over.release()
+                        wait.end()
                     self._waiting, self._stirred = wait, False
-            over.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+            wait.over.acquire(timeout=-1 if timeout_s is None else min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
         finally:
             with self._core.lock:
                 wait.waiter.over = True
@@ -100,6 +110,5 @@ class Stirs:
             wait = self._waiting
             if wait is None:
                 self._stirred = True
-            elif not wait.waiter.over:
-                wait.waiter.over = True
-                wait.over.release()
+            else:
+                wait.end()

@@ -30,7 +30,6 @@ from rlm_kernel.children.nursery_process import NurseryProcess
 from rlm_kernel.children.observers import ObserverThread
 from rlm_kernel.children.reactor import Reactor
 from rlm_kernel.children.records import ChildRecord, ChildSpec, Limits
-from rlm_kernel.children.registry import Waiter
 from rlm_kernel.children.requests import Requests, budget_error
 from rlm_kernel.children.root_waits import RootWait, Stirs
 from rlm_kernel.children.states import Phase
@@ -288,9 +287,7 @@ class Supervisor:
         if threading.current_thread() is threading.main_thread():
             return _without_foreign_frames(work)
         outcome: Future[T] = Future()
-        over = threading.Lock()
-        over.acquire()
-        wait = RootWait(Waiter(set(), False, over.release), over)
+        wait = RootWait.for_no_child()
         context = contextvars.copy_context()
 
         def run() -> None:
@@ -299,15 +296,13 @@ class Supervisor:
             except BaseException as error:
                 outcome.set_exception(error)
             with self._core.lock:
-                if not wait.waiter.over:
-                    wait.waiter.over = True
-                    over.release()
+                wait.end()
 
         with self._core.lock:
             self._root_waits.append(wait)
         try:
             threading.Thread(target=run, name="rlm-call", daemon=True).start()
-            over.acquire()
+            wait.over.acquire()
         finally:
             with self._core.lock:
                 self._root_waits.remove(wait)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.environment.models import REPLAction, REPLObservation, REPLState, StepResult
 from rlm_kernel.environment.repl import RecursiveControl, REPLEnvironment
 from rlm_kernel.environment.rubrics import Rubric
@@ -13,7 +13,7 @@ from rlm_kernel.environment.rubrics import Rubric
 Result = StepResult[REPLObservation]
 
 
-class LocalREPLEnv:
+class LocalREPLEnv(ClosesOnExit):
     """A `REPLEnvironment` whose results carry reward and end beside the observation.
 
     The arguments are those of `REPLEnvironment`. Threads: as there. Use as a context manager, or call `close`.
@@ -100,14 +100,6 @@ class LocalREPLEnv:
     def close(self) -> None:
         """Release everything. May be called twice, and while another thread is in a step."""
         self._env.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _result(observation: REPLObservation) -> Result:

@@ -19,9 +19,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from rlm_kernel._version import __version__
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.environment.driven import conclude_cell
 from rlm_kernel.environment.executor import PythonExecutor, check_count
 from rlm_kernel.environment.finalization import Finalization
@@ -83,7 +84,7 @@ class RecursiveControl(Protocol):
         """Release what the controller holds."""
 
 
-class REPLEnvironment:
+class REPLEnvironment(ClosesOnExit):
     """A REPL environment with episodes, rewards and helpers that ask models.
 
     Args:
@@ -440,12 +441,6 @@ class REPLEnvironment:
             leftover, self._leftover = self._leftover, None
         if leftover is not None:
             leftover.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _out_of_iterations(state: REPLState) -> str:

@@ -23,9 +23,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.environment.deadline import check_timeout
 from rlm_kernel.environment.executor import check_count
 from rlm_kernel.environment.models import CodeBlockResult, REPLAction, REPLObservation, REPLState, StepResult
@@ -36,7 +36,7 @@ from rlm_kernel.jupyter.kernel_link import KernelCommand, KernelLink
 from rlm_kernel.session.helpers import HELPER_NAMES
 
 
-class KernelREPLEnv:
+class KernelREPLEnv(ClosesOnExit):
     """A REPL environment in a kernel of its own. Use as a context manager, or call `close`.
 
     Args:
@@ -256,14 +256,6 @@ class KernelREPLEnv:
             self._episode = None
             if self._finalizer.detach() is not None:
                 self._link.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

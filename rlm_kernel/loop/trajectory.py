@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.credentials import REDACTED, looks_secret, redact
 from rlm_kernel.values import CodeResult, FinalAnswer, Message, ModelCall, Usage
 
@@ -98,7 +98,7 @@ class RunMetadata:
     answer_schema: str | None = None
 
 
-class TrajectoryWriter:
+class TrajectoryWriter(ClosesOnExit):
     """Append one run's lines to its file. For one thread; the file comes into being with the first line.
 
     A file that cannot be written (a full disk) never breaks the run: the first `OSError` is kept in `error` and logged
@@ -120,14 +120,6 @@ class TrajectoryWriter:
         self._secrets = tuple(sorted({secret for secret in secrets if secret}, key=len, reverse=True))
         self._fd = -1
         self._metadata_written = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def write_metadata(self) -> None:
         """Write the first line now, so that a run which is killed before its first iteration has left its name."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.clients.base import ModelClient
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.errors import ConfigurationError
 from rlm_kernel.loop.prompts import RLM_SYSTEM_PROMPT
 from rlm_kernel.session.backends import BackendLimits, DirectLMBackend, LocalChildRLMBackend, ManagedChildBackend
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RecursiveController:
+class RecursiveController(ClosesOnExit):
     """The functions that an environment puts into its namespace, and the backend behind them.
 
     Attributes:
@@ -59,14 +59,6 @@ class RecursiveController:
         """
         if hasattr(self.backend, "close"):  # one of a user's own need not have it
             self.backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def create_server_recursive_controller(

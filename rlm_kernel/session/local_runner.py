@@ -19,10 +19,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.clients.base import ModelClient
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.credentials import secret_values
 from rlm_kernel.environment.queries import query_helpers
 from rlm_kernel.errors import ConfigurationError, EpisodeClosing, UsageMistake
@@ -83,7 +83,7 @@ class _World:
     trajectory_path: str = ""
 
 
-class LocalRLMRunner:
+class LocalRLMRunner(ClosesOnExit):
     """Runs tasks over contexts in this process. See the module's docstring.
 
     Runs may go on side by side in several threads; with ``managed`` only one at a time.
@@ -399,14 +399,6 @@ class LocalRLMRunner:
             node.stop()
         if children is not None:
             children.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _unless_closed(world: _World, messages: list[Message]) -> list[Message]:

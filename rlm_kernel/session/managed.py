@@ -22,10 +22,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rlm_kernel.clients.base import ModelClient
+from rlm_kernel.closing import ClosesOnExit
 from rlm_kernel.errors import ChildCleanupError, ConfigurationError, EpisodeClosing, EpisodeFinalized
 from rlm_kernel.session.queries import ChatFn, chat_client
 from rlm_kernel.values import ChildStatus, CleanupReport, FinalAnswer, ManagedChildConfig, Usage
@@ -38,7 +38,7 @@ _NOT_INJECTED = frozenset({"FINAL", "FINAL_VAR", "SHOW_VARS"})
 """Helpers that belong to the environment, which records the final answer."""
 
 
-class ManagedChildren:
+class ManagedChildren(ClosesOnExit):
     """Children in supervised processes, one episode after another. See the module's docstring.
 
     Args:
@@ -178,14 +178,6 @@ class ManagedChildren:
         """The error that blocks the episode until a later attempt confirms; None if nothing does."""
         failure = self._session.cleanup_failure
         return None if failure is None or failure.report is None else _cleanup_error(failure.report)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     # -- checks
 
