@@ -19,6 +19,10 @@ from tests.support.families import PLAIN, STUBBORN, SURVIVOR, start_child, start
 from tests.support.kernels import GONE_S, STOCK, Cell, Kernel, Processes, marked
 from tests.support.model_server import ModelServer, code, reply, script
 
+SLEEPS = "import time\nwhile True: time.sleep(0.05)"
+"""Code that sleeps, in short pieces: Python notices a signal that comes just before a system call only when that call returns, and a signal
+that is pressed is sent once."""
+
 TO_COMPARE = """
 import signal, threading
 _kernel = get_ipython().kernel
@@ -77,7 +81,7 @@ def press_stop(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "import time\ntime.sleep(30)",
+        SLEEPS,
         "rlm_wait(hs, timeout_s=50)",
         "import asyncio\nawait asyncio.sleep(30)",
         "await hs[0]",
@@ -103,7 +107,7 @@ def test_a_cell_that_ends_in_an_interrupt_has_stopped_the_children_before_its_re
 def test_a_second_interrupt_while_closing_skips_to_sigkill(stock, fifo) -> None:
     stock.ok("%rlm config shutdown_grace_s=3")
     pid = start_child(stock, fifo, STUBBORN)
-    cell = stock.blocked("import time\ntime.sleep(30)")
+    cell = stock.blocked(SLEEPS)
     with Processes([pid]) as processes:
         press_stop(stock)
         stock.until(lambda: any(m["msg_type"] == "error" for m in cell.messages))
@@ -158,7 +162,7 @@ def test_unloading_stops_the_children_and_leaves_a_stock_kernel(stock, server, f
     """Also: the cell that unloads is interruptible to its end, the next one is as in any stock kernel, and loading works again."""
     family = start_family(stock, server, fifo)
     with family.watched(family.nursery) as processes:
-        cell = stock.blocked("%unload_ext rlm_kernel\nprint('unloaded', flush=True)\nwhile True: pass")
+        cell = stock.blocked("%unload_ext rlm_kernel\nprint('unloaded', flush=True)\n" + SLEEPS)
         stock.until(lambda: "unloaded" in cell.stdout)
         assert processes.left == []
         press_stop(stock)
@@ -167,7 +171,7 @@ def test_unloading_stops_the_children_and_leaves_a_stock_kernel(stock, server, f
     assert stock.value(differences) == []
     assert stock.value("'rlm_query' in globals() or 'answer' in globals() or '__rlm__' in globals()") is False
     press_stop(stock)  # idle: it must not end the kernel
-    cell = stock.blocked("while True: pass")  # of a system call that is just about to begin, a stock kernel may miss it
+    cell = stock.blocked(SLEEPS)
     press_stop(stock)
     assert stock.finish(cell, 5).reply["ename"] == "KeyboardInterrupt"
     assert "not found" in stock.run("%rlm").error
@@ -194,7 +198,7 @@ def test_the_cell_that_loads_us_ends_as_later_ones_do(stock, fifo) -> None:
     stock.ok("%unload_ext rlm_kernel")
     ready = fifo.write_code("__import__('os').getpid()")
     child = script(code(STUBBORN.format(ready=ready)))
-    cell = stock.begin(f"%load_ext rlm_kernel\nh = rlm_query({child!r}, blocking=False)\nimport time\ntime.sleep(30)")
+    cell = stock.begin(f"%load_ext rlm_kernel\nh = rlm_query({child!r}, blocking=False)\n{SLEEPS}")
     with Processes([int(fifo.lines(1)[0])]) as processes:
         press_stop(stock)
         assert stock.reply_at_once(cell, processes) == []
@@ -241,7 +245,7 @@ def test_a_stock_kernel_that_is_told_to_load_us_at_its_start_has_everything_up_t
     with Kernel(tmp_path / "kernel", spec=spec, **plain_client.variables(server)) as kernel:
         pid = start_child(kernel, fifo, PLAIN)
         assert "4" in kernel.ok("%rlm config max_depth").text
-        cell = kernel.blocked("import time\ntime.sleep(30)")
+        cell = kernel.blocked(SLEEPS)
         with Processes([pid]) as processes:
             press_stop(kernel)
             assert kernel.reply_at_once(cell, processes) == []

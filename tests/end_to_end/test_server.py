@@ -103,6 +103,7 @@ def test_nothing_is_left_of_the_life_before_when_a_restart_is_answered(shared, s
             status = kernel.request("POST", "restart")
             left = processes.left
         assert (status, left) == (200, [])
+        kernel.reconnect()
         assert kernel.ok("(rlm_status(), 'hs' in globals())").text == "([], False)"
 
 

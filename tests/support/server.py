@@ -238,12 +238,23 @@ class ServerKernel:
         self._cells: dict[str, Cell] = {}
         self._idle: set[str] = set()
         self._session = uuid.uuid4().hex
-        self._socket = websocket.create_connection(
-            f"ws://localhost/api/kernels/{kernel_id}/channels?session_id={self._session}",
-            socket=connect(server.path),
+        self._socket = self._connect()
+
+    def _connect(self) -> websocket.WebSocket:
+        return websocket.create_connection(
+            f"ws://localhost/api/kernels/{self.id}/channels?session_id={self._session}",
+            socket=connect(self.server.path),
             header=[f"Authorization: token {TOKEN}"],
             timeout=_ANSWER_S,
         )
+
+    def reconnect(self) -> None:
+        """Open another WebSocket, as front ends do after a restart: the server gives it messages only when it gets the new kernel's.
+
+        Through the one before, what the kernel publishes until the server's subscription has reached it is lost.
+        """
+        self._socket.close(timeout=1)
+        self._socket = self._connect()
 
     def send(self, code: str) -> Cell:
         """Send a cell."""
